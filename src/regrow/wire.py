@@ -190,7 +190,7 @@ class HealthVerdict(msgspec.Struct, frozen=True, kw_only=True):
 # --- worker -> agent -------------------------------------------------------------------------------------------
 
 
-class WorkerHello(_Message, frozen=True, tag="worker_hello"):
+class WorkerHello(_Message, frozen=True, kw_only=True, tag="worker_hello"):
     """First line on REGROW_SOCKET, again after each reconnection."""
 
     version: int = PROTOCOL_VERSION
@@ -202,7 +202,7 @@ class WorkerHello(_Message, frozen=True, tag="worker_hello"):
     """Level of adoption 1..3."""
 
 
-class WorkerPhase(_Message, frozen=True, tag="worker_phase"):
+class WorkerPhase(_Message, frozen=True, kw_only=True, tag="worker_phase"):
     """A rank passed a phase: imported, rendezvous, model, restored, first_step, finished."""
 
     generation: int
@@ -214,7 +214,7 @@ class WorkerPhase(_Message, frozen=True, tag="worker_phase"):
     detail: dict[str, Any] = {}
 
 
-class StepReport(_Message, frozen=True, tag="step"):
+class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     """A rank applied a step. Loss fields only from ranks that know it."""
 
     generation: int
@@ -235,7 +235,7 @@ class StepReport(_Message, frozen=True, tag="step"):
     """Name of the first tensor whose bytes changed between two steps, when that was seen."""
 
 
-class SaveReport(_Message, frozen=True, tag="save"):
+class SaveReport(_Message, frozen=True, kw_only=True, tag="save"):
     """What became of a save on this rank: snapshot or skipped, with the measured stall."""
 
     generation: int
@@ -246,7 +246,7 @@ class SaveReport(_Message, frozen=True, tag="save"):
     reason: str = ""
 
 
-class RestoreFailed(_Message, frozen=True, tag="restore_failed"):
+class RestoreFailed(_Message, frozen=True, kw_only=True, tag="restore_failed"):
     """This rank could not load the restore point: damaged or missing. The leader takes an older one."""
 
     generation: int
@@ -260,7 +260,7 @@ FromWorker = WorkerHello | WorkerPhase | StepReport | SaveReport | RestoreFailed
 # --- agent -> worker -------------------------------------------------------------------------------------------
 
 
-class Control(_Message, frozen=True, tag="control"):
+class Control(_Message, frozen=True, kw_only=True, tag="control"):
     """Orders that take effect at a step boundary that all ranks agree on."""
 
     save: bool = False
@@ -285,7 +285,7 @@ class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class ShardsDurable(_Message, frozen=True, tag="shards_durable"):
+class ShardsDurable(_Message, frozen=True, kw_only=True, tag="shards_durable"):
     """One folded message a node: all shards of this node's ranks for one step are on storage and synced."""
 
     job: str
@@ -305,7 +305,7 @@ class ShardsDurable(_Message, frozen=True, tag="shards_durable"):
     num_bytes: int = 0
 
 
-class ShardsFailed(_Message, frozen=True, tag="shards_failed"):
+class ShardsFailed(_Message, frozen=True, kw_only=True, tag="shards_failed"):
     """A node could not make its shards durable; the save is void for all ranks."""
 
     job: str
@@ -332,7 +332,7 @@ class RunningGeneration(msgspec.Struct, frozen=True, kw_only=True):
     spec: GenerationSpec | None = None
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     """First line of an agent on the beat connection."""
 
     version: int = PROTOCOL_VERSION
@@ -356,7 +356,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     boot_id: str = ""
 
 
-class Beat(_Message, frozen=True, tag="beat"):
+class Beat(_Message, frozen=True, kw_only=True, tag="beat"):
     """Sent every 0.5 s. Liveness and progress; never an event by itself."""
 
     seq: int
@@ -365,7 +365,7 @@ class Beat(_Message, frozen=True, tag="beat"):
     spare_store: str = ""
 
 
-class GenerationPhase(_Message, frozen=True, tag="generation_phase"):
+class GenerationPhase(_Message, frozen=True, kw_only=True, tag="generation_phase"):
     """All workers of this node passed a phase: fenced, stopped, started, rendezvous, restored, first_step, finished."""
 
     job: str
@@ -376,7 +376,7 @@ class GenerationPhase(_Message, frozen=True, tag="generation_phase"):
     detail: dict[str, Any] = {}
 
 
-class WorkersExited(_Message, frozen=True, tag="workers_exited"):
+class WorkersExited(_Message, frozen=True, kw_only=True, tag="workers_exited"):
     """One or more workers of a node ended."""
 
     job: str
@@ -384,7 +384,7 @@ class WorkersExited(_Message, frozen=True, tag="workers_exited"):
     exits: tuple[WorkerExit, ...]
 
 
-class NodeSteps(_Message, frozen=True, tag="node_steps"):
+class NodeSteps(_Message, frozen=True, kw_only=True, tag="node_steps"):
     """Step reports of one step, folded over the node's ranks."""
 
     job: str
@@ -393,13 +393,13 @@ class NodeSteps(_Message, frozen=True, tag="node_steps"):
     reports: tuple[StepReport, ...]
 
 
-class HealthChanged(_Message, frozen=True, tag="health_changed"):
+class HealthChanged(_Message, frozen=True, kw_only=True, tag="health_changed"):
     """The node's verdict changed."""
 
     verdict: HealthVerdict
 
 
-class CheckpointChanged(_Message, frozen=True, tag="checkpoint_changed"):
+class CheckpointChanged(_Message, frozen=True, kw_only=True, tag="checkpoint_changed"):
     """A checkpoint of this job moved to another state as this agent sees it."""
 
     job: str
@@ -415,7 +415,7 @@ class CheckpointChanged(_Message, frozen=True, tag="checkpoint_changed"):
     reason: str = ""
 
 
-class RestoreRefused(_Message, frozen=True, tag="restore_refused"):
+class RestoreRefused(_Message, frozen=True, kw_only=True, tag="restore_refused"):
     """A rank of this node could not load the restore point."""
 
     job: str
@@ -425,7 +425,7 @@ class RestoreRefused(_Message, frozen=True, tag="restore_refused"):
     problem: str
 
 
-class StartRefused(_Message, frozen=True, tag="start_refused"):
+class StartRefused(_Message, frozen=True, kw_only=True, tag="start_refused"):
     """This agent did not start a generation: fenced by a higher token, or the node cannot run it."""
 
     job: str
@@ -435,14 +435,14 @@ class StartRefused(_Message, frozen=True, tag="start_refused"):
     node_unusable: bool = False
 
 
-class Leaving(_Message, frozen=True, tag="leaving"):
+class Leaving(_Message, frozen=True, kw_only=True, tag="leaving"):
     """This node goes away in an orderly manner (SIGTERM, drain). Only this node: never the whole job."""
 
     reason: str
     notice_seconds: float = 0.0
 
 
-class Output(_Message, frozen=True, tag="output"):
+class Output(_Message, frozen=True, kw_only=True, tag="output"):
     """Evidence kept for people: stacks of a hung rank, the last lines of a log."""
 
     job: str
@@ -469,7 +469,7 @@ FromAgent = (
 # --- supervisor -> agent ---------------------------------------------------------------------------------------
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
     """The leader accepts a node."""
 
     version: int = PROTOCOL_VERSION
@@ -478,21 +478,21 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     beat_seconds: float = 0.5
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     """The leader does not accept a node (duplicate name, too old, quarantined hardware is accepted but not used)."""
 
     reason: str
     retry: bool = True
 
 
-class Action(_Message, frozen=True):
+class Action(_Message, frozen=True, kw_only=True):
     """What every order carries: its id (epoch, seq). Orders are idempotent; one with a lower epoch is refused."""
 
     epoch: int
     seq: int
 
 
-class StartGeneration(Action, frozen=True, tag="start_generation"):
+class StartGeneration(Action, frozen=True, kw_only=True, tag="start_generation"):
     """Kill what runs of older generations of this job, then start these workers. Members only."""
 
     spec: GenerationSpec
@@ -503,7 +503,7 @@ class StartGeneration(Action, frozen=True, tag="start_generation"):
     """host:port of the TCPStore of this generation."""
 
 
-class StopGeneration(Action, frozen=True, tag="stop_generation"):
+class StopGeneration(Action, frozen=True, kw_only=True, tag="stop_generation"):
     """Kill the workers of this and all lower generations of the job: SIGTERM and grace only when grace_seconds > 0."""
 
     job: str
@@ -512,7 +512,7 @@ class StopGeneration(Action, frozen=True, tag="stop_generation"):
     reason: str = ""
 
 
-class RequestSave(Action, frozen=True, tag="request_save"):
+class RequestSave(Action, frozen=True, kw_only=True, tag="request_save"):
     """Save at the next step boundary that all ranks agree on; then go on, or stop."""
 
     job: str
@@ -521,7 +521,7 @@ class RequestSave(Action, frozen=True, tag="request_save"):
     reason: str = ""
 
 
-class SetInterval(Action, frozen=True, tag="set_interval"):
+class SetInterval(Action, frozen=True, kw_only=True, tag="set_interval"):
     """New inputs of the checkpoint interval controller."""
 
     job: str
@@ -531,14 +531,14 @@ class SetInterval(Action, frozen=True, tag="set_interval"):
     """0: the worker library computes it from its own measurements and the failure rate."""
 
 
-class CollectStacks(_Message, frozen=True, tag="collect_stacks"):
+class CollectStacks(_Message, frozen=True, kw_only=True, tag="collect_stacks"):
     """Dump the stacks of all ranks of this node and send them as Output."""
 
     job: str
     generation: int
 
 
-class Acknowledge(_Message, frozen=True, tag="acknowledge"):
+class Acknowledge(_Message, frozen=True, kw_only=True, tag="acknowledge"):
     """The leader has folded these exits; the agent may forget them."""
 
     job: str
@@ -546,7 +546,7 @@ class Acknowledge(_Message, frozen=True, tag="acknowledge"):
     ranks: tuple[int, ...]
 
 
-class ReleaseNode(Action, frozen=True, tag="release_node"):
+class ReleaseNode(Action, frozen=True, kw_only=True, tag="release_node"):
     """The node may leave now: nothing of it is in use (answer to Leaving, or the end of a drain)."""
 
     reason: str = ""
