@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from typing import Annotated
 
 import typer
 
@@ -43,25 +44,30 @@ def build() -> typer.Typer:
     )
     app.callback()(_version)
     for name in MODULES:
-        _module(name).register(app)
+        module_of(name).register(app)
     return app
 
 
-def _module(name: str) -> pending.CommandModule:
+def module_of(name: str) -> pending.CommandModule:
+    """The file with a command, or what answers in its place while there is none."""
     full = f"regrow.cli.{name}"
     if importlib.util.find_spec(full) is None:
         return pending.NotBuilt(name)
     return importlib.import_module(full)  # type: ignore[return-value]
 
 
-def _version(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from regrow import __version__
 
         sys.stdout.write(f"regrow {__version__}\n")
         raise typer.Exit
+
+
+def _version(
+    _wanted: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    """Global options; --version acts in its callback."""
 
 
 def run() -> None:

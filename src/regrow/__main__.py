@@ -1,0 +1,7 @@
+"""`python -m regrow`: the same as the `regrow` command."""
+
+from __future__ import annotations
+
+from regrow.cli import main
+
+main()

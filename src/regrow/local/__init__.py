@@ -1,0 +1,1 @@
+"""A whole cluster on this machine: etcd, a supervisor and agents as child processes of one launcher."""

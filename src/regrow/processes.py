@@ -1,0 +1,79 @@
+"""Finding and ending processes by a mark in their environment, and the lifeline between a launcher and its children.
+
+The mark is inherited by everything that a node's agent starts (shim, workers, writer, probe), whoever is the parent
+now, so a node can be killed as a whole and leftovers can be found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+LIFELINE = "REGROW_LIFELINE"
+"""Environment name: number of an inherited descriptor, the read end of a pipe. End of file means: stop and exit."""
+
+MARK = "REGROW_NODE_STATE"
+"""Environment name: the state folder of the node that a process belongs to."""
+
+
+def lifeline_fd() -> int | None:
+    """The inherited lifeline, when there is one and it is open."""
+    text = os.environ.get(LIFELINE, "")
+    if not text.isdigit():
+        return None
+    fd = int(text)
+    try:
+        os.fstat(fd)
+    except OSError:
+        return None
+    return fd
+
+
+def marked(mark: str, value: str, *, exact: bool = True) -> list[int]:
+    """Pids of live processes whose environment has `mark` = `value` (or starting with it), this process excluded.
+
+    Processes that ended, or that belong to somebody else, are passed over.
+    """
+    prefix = f"{mark}=".encode()
+    wanted = prefix + value.encode()
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+            if _state(entry) == "Z":
+                continue
+        except OSError:
+            continue
+        for item in environment.split(b"\0"):
+            if item.startswith(prefix) and (item == wanted if exact else item.startswith(wanted)):
+                found.append(int(entry.name))
+                break
+    return found
+
+
+def _state(entry: Path) -> str:
+    """State letter of /proc/<pid>/stat; the command name may hold spaces and parentheses."""
+    return (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+
+
+def kill_marked(mark: str, value: str, *, exact: bool = True, limit_seconds: float = 10.0) -> list[int]:
+    """SIGKILL all marked processes, again until none is left (they may fork meanwhile).
+
+    Returns:
+        Pids that were still there after the limit: processes that cannot be killed.
+    """
+    deadline = time.monotonic() + limit_seconds
+    while True:
+        pids = marked(mark, value, exact=exact)
+        if not pids or time.monotonic() > deadline:
+            return pids
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.01)
