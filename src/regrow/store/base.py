@@ -395,19 +395,3 @@ class Store(Protocol):
     async def close(self) -> None:
         """End watches and keepalives of this client and free its connections. Leases are not revoked."""
         ...
-
-
-def prefix_end(prefix: str) -> bytes:
-    """The first key after all keys that begin with `prefix`: etcd's range_end. An empty prefix means all keys."""
-    raw = bytearray(prefix.encode())
-    while raw:
-        if raw[-1] < 0xFF:
-            raw[-1] += 1
-            return bytes(raw)
-        raw.pop()
-    return b"\0"
-
-
-def lease_id(lease: Lease | int) -> int:
-    """The id of a lease given as an object or as a number."""
-    return lease if isinstance(lease, int) else lease.id
