@@ -1,0 +1,79 @@
+"""The constants of deciding: every time limit, budget and factor of the core, with its unit and its reason."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in seconds. One instance per supervisor, filled from its configuration."""
+
+    coalesce_seconds: float = 0.08
+    """Symptoms that arrive within this time of the first one are one decision."""
+    victim_seconds: float = 1.5
+    """How long to wait for an explanation when all that is known are workers that lost a peer."""
+    reconnect_seconds: float = 2.0
+    """A closed connection means that an agent process died: time for a restarted one to adopt its workers."""
+    orphan_seconds: float = 30.0
+    """Workers live this long without an agent (T_orphan of the shim)."""
+    stopped_floor_seconds: float = 2.0
+    """Progress counts as stopped after this time, or after `stopped_steps` median steps when that is longer."""
+    stopped_steps: float = 3.0
+    join_seconds: float = 3.0
+    """First start: wait this long for more nodes once the least number is there."""
+    takeover_seconds: float = 5.0
+    """A new leader waits this long for agents to tell what they run."""
+    record_seconds: float = 5.0
+    """Deadline of the generation record's compare-and-swap."""
+    start_seconds: float = 600.0
+    """Deadline from the order to start to the first completed step."""
+    phase_seconds: float = 90.0
+    """Deadline between two phases of a start."""
+    save_seconds: float = 60.0
+    """Deadline of a save that an order waits for."""
+    stop_grace_seconds: float = 5.0
+    """SIGTERM to SIGKILL when an operator stops a job."""
+    stop_seconds: float = 20.0
+    """Deadline for the workers of a stopped job to be gone."""
+    hang_floor_seconds: float = 30.0
+    """The learned limit of a step without progress is max(floor, hang_factor x median step)."""
+    hang_factor: float = 8.0
+    hang_first_step_seconds: float = 120.0
+    """Least limit before the first completed step of a generation (compilation, caches)."""
+    stacks_seconds: float = 1.0
+    """How long to wait for the stacks of all ranks before a hung generation is replaced."""
+    growth_cooldown_seconds: float = 30.0
+    """No growth within this time of the last new generation."""
+    growth_horizon_seconds: float = 3600.0
+    """The gain of a bigger mesh is counted over min(this, the expected time to the next failure)."""
+    restart_seconds_prior: float = 10.0
+    """Cost of a new generation before one was measured."""
+    node_return_seconds_prior: float = 600.0
+    """Expected time for a lost node to come back."""
+    backoff_seconds: float = 1.0
+    """First delay after a failure without progress; doubles each time."""
+    backoff_most_seconds: float = 60.0
+    no_progress_limit: int = 3
+    """Generations in a row that the program failed without a step beyond the frontier: the job stops."""
+    unstarted_limit: int = 10
+    """Generations in a row that could not be started (no charge): the job is parked and a person is called."""
+    healthy_seconds: float = 1800.0
+    """Budgets are restored after this time of progress without an incident."""
+    budget_window_seconds: float = 86_400.0
+    """Older charges do not count."""
+    infrastructure_factor: int = 10
+    """Infrastructure and preemption have this many times the job's max_restarts."""
+    quarantine_seconds: float = 600.0
+    """First cool-down; doubles with each strike."""
+    quarantine_most_seconds: float = 86_400.0
+    burn_in_seconds: float = 30.0
+    """Healthy verdicts for this long end the burn-in."""
+    probation_seconds: float = 3600.0
+    suspect_seconds: float = 3600.0
+    """A second soft sign within this time turns suspicion into quarantine; without one it fades."""
+    breaker_nodes: int = 3
+    """Automatic quarantine stops at max(this, breaker_share of the nodes) within breaker_window_seconds."""
+    breaker_share: float = 0.2
+    breaker_window_seconds: float = 3600.0
+    observe_only: frozenset[str] = frozenset()
+    """Kinds of automatic action that are only written down: quarantine, growth, drain."""

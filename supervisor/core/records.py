@@ -1,0 +1,71 @@
+"""Values that both events and actions carry, and that are written to the store."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from regrow import wire
+
+
+class Charge(msgspec.Struct, frozen=True, kw_only=True):
+    """One incident's entry in the restart ledger."""
+
+    at: float
+    cause: str
+    generation: int
+    incident: str
+    step: int = -1
+    """The frontier when it happened."""
+    fingerprint: str = ""
+    text: str = ""
+
+
+class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """/jobs/<job>/ledger: charges and how the job ended. Survives the leader."""
+
+    charges: tuple[Charge, ...] = ()
+    restored_at: float | None = None
+    """Charges up to this instant do not count any more."""
+    frontier: int = 0
+    state: str = ""
+    """done, failed, stopped; empty: goes on."""
+    reason: str = ""
+    exit_code: int = 0
+    cause: str = ""
+    num_incidents: int = 0
+    version: int = wire.PROTOCOL_VERSION
+
+
+class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """/quarantine/<hardware-id>: one piece of hardware that is not trusted."""
+
+    key: str
+    state: Literal["healthy", "suspect", "quarantined", "burn_in", "probation"]
+    since: float
+    until: float | None = None
+    """When the state may end by time."""
+    strikes: int = 0
+    reason: str = ""
+    node: str = ""
+    evidence: tuple[str, ...] = ()
+    boot_id: str = ""
+    """Boot of the host when it was quarantined: another one is evidence of a repair."""
+    version: int = wire.PROTOCOL_VERSION
+
+
+class IncidentSeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an incident when it is decided upon."""
+
+    id: str
+    kind: str
+    """node_lost, worker_exit, hang, sdc, unhealthy, leaving, restore_refused, start_failed, returned_empty, growth, operator ..."""
+    cause: str
+    """infrastructure, preemption, program, unknown; empty: planned, nothing is charged."""
+    symptom_at: float
+    detected_at: float
+    node: str = ""
+    rank: int = -1
+    text: str = ""
+    rung: str = ""

@@ -1,0 +1,285 @@
+"""What the supervisor knows: frozen values, rebuilt by `fold` only. No instant defaults to 0.0: unknown is None."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One host with one agent."""
+
+    name: str
+    incarnation: str
+    address: str
+    peer_address: str
+    slots: int
+    joined_at: float
+    """Of this connection."""
+    devices: tuple[wire.Device, ...] = ()
+    hardware_id: str = ""
+    connected: bool = True
+    disconnected_at: float | None = None
+    silent_since: float | None = None
+    """Last beat heard; None while it beats."""
+    lease_expired: bool = False
+    spare_store: str = ""
+    health: wire.HealthVerdict = wire.HealthVerdict()
+    healthy_since: float | None = None
+    leaving: str = ""
+    leave_by: float | None = None
+    released: bool = False
+    cordoned: bool = False
+    draining: bool = False
+    """An operator wants it empty."""
+    unusable: str = ""
+    """Why the host needs recycling: a process that cannot be killed."""
+    highest_epoch: int = 0
+    highest_generation: int = 0
+    running: tuple[str, int] | None = None
+    """(job, generation) that the agent says it runs."""
+    boot_id: str = ""
+
+    @property
+    def reachable(self) -> bool:
+        """Orders reach it: connected and not silent."""
+        return self.connected and self.silent_since is None
+
+
+class ExitFact(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that ended, and where and when we heard of it."""
+
+    node: str
+    at: float
+    exit: wire.WorkerExit
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's part in a generation."""
+
+    node: str
+    group_rank: int
+    workers: tuple[wire.WorkerAssignment, ...]
+    sent_at: float | None = None
+    phases: dict[str, float] = {}
+    """{phase: when all workers of the node had passed it}."""
+    refused_at: float | None = None
+    refused: str = ""
+    empty_at: float | None = None
+    """When its agent came (back) without our workers."""
+    adopted: bool = False
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """No progress word changed."""
+
+    at: float
+    since: float
+    limit_seconds: float
+    ranks: tuple[wire.RankProgress, ...] = ()
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """State that differs between replicas, or changed at rest."""
+
+    at: float
+    step: int
+    rank: int
+    """The suspect; -1: cannot be told."""
+    text: str
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The restore point could not be loaded."""
+
+    at: float
+    node: str
+    rank: int
+    step: int
+    problem: str
+
+
+class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
+    """One agreed set of members and mesh, from its record to its end."""
+
+    spec: wire.GenerationSpec
+    members: dict[str, Member]
+    stage: Literal["recording", "starting", "running", "ended"]
+    created_at: float
+    recorded_at: float | None = None
+    master_address: str = ""
+    adopted: bool = False
+    """Taken over from an earlier leader: its members must tell that they run it."""
+    exits: dict[int, ExitFact] = {}
+    refusal: Refusal | None = None
+    stall: Stall | None = None
+    stacks_asked_at: float | None = None
+    stacks: dict[int, str] = {}
+    divergence: Divergence | None = None
+    wrong_step: str = ""
+    """The first step did not follow the restored one."""
+    completed_step: int | None = None
+    first_step_at: float | None = None
+    progress_at: float | None = None
+    """Last completed step or phase."""
+    rate_told: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return self.spec.generation
+
+    def node_of(self, rank: int) -> str:
+        """The node that runs a rank; empty when there is none."""
+        return next((name for name, member in self.members.items() if any(w.rank == rank for w in member.workers)), "")
+
+    def device_of(self, rank: int) -> str:
+        """The GPU UUID of a rank; empty when not known."""
+        return next((w.device_uuid for member in self.members.values() for w in member.workers if w.rank == rank), "")
+
+
+class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that is committed."""
+
+    step: int
+    generation: int
+    directory: str
+    record_digest: str = ""
+    samples: int = 0
+    committed_at: float
+    evidence: tuple[str, ...] = ()
+    damaged: str = ""
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """A save that an order waits for."""
+
+    purpose: str
+    asked_at: float
+    deadline: float
+    generation: int
+    stop_after: bool = False
+    committed_step: int | None = None
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """First symptom to first new step."""
+
+    id: str
+    kind: str
+    cause: str
+    symptom_at: float
+    detected_at: float
+    decided_at: float
+    node: str = ""
+    rank: int = -1
+    text: str = ""
+    rung: str = ""
+    generation_before: int = 0
+    generation_after: int = 0
+    frontier: int = 0
+    restored_step: int | None = None
+    marks: dict[str, float] = {}
+    """Ends of the recovery phases after `decide`."""
+    first_step_at: float | None = None
+    recovered_at: float | None = None
+    """First completed step beyond the frontier."""
+    closed: bool = False
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended."""
+
+    state: Literal["done", "failed", "stopped"]
+    reason: str
+    exit_code: int
+    at: float
+    cause: str = ""
+    node: str = ""
+    rank: int = -1
+    traceback: str = ""
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """Accumulators of goodput. GPU-seconds and seconds."""
+
+    since: float
+    reserved_gpu_seconds: float = 0.0
+    reserved_at: float
+    """Up to when `reserved_gpu_seconds` is counted."""
+    num_reserved: int = 0
+    productive_seconds: float = 0.0
+    lost_steps: int = 0
+    best_gpu_seconds_per_step: float | None = None
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """One training run."""
+
+    spec: wire.JobSpec
+    submitted_at: float
+    effort: Effort
+    command: str = "run"
+    command_at: float | None = None
+    generation: GenerationView | None = None
+    highest_generation: int = 0
+    checkpoints: dict[int, CheckpointView] = {}
+    num_damaged: int = 0
+    ledger: LedgerRecord = LedgerRecord()
+    incidents: tuple[Incident, ...] = ()
+    boundary: Boundary | None = None
+    boundary_failed_at: float | None = None
+    frontier: int = 0
+    """Highest completed step of the lineage."""
+    loss: float | None = None
+    samples: int = 0
+    agreed_steps: frozenset[int] = frozenset()
+    """Steps at which all replicas agreed."""
+    digest_checks: dict[str, int] = {}
+    """{verdict: count}."""
+    outcome: Outcome | None = None
+    parked: str = ""
+    paused: bool = False
+    enough_since: float | None = None
+    """Since when the least number of nodes is there, before the first generation."""
+    last_formed_at: float | None = None
+    restart_seconds: float | None = None
+    """Measured duration of the last recovery."""
+    step_seconds: tuple[float, ...] = ()
+    mesh_seconds: dict[str, tuple[int, float]] = {}
+    """{mesh: (world size, median step seconds)}, for scaling efficiency."""
+    unstarted: int = 0
+    """Generations in a row that did not reach a first step and that the program is not to blame for."""
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """An action that was issued."""
+
+    seq: int
+    kind: str
+    at: float
+    job: str = ""
+    node: str = ""
+    generation: int = 0
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it."""
+
+    epoch: int = 0
+    term_at: float | None = None
+    """Start of this leader's term."""
+    next_seq: int = 1
+    store_up: bool = True
+    automation: bool = True
+    nodes: dict[str, NodeView] = {}
+    jobs: dict[str, JobView] = {}
+    quarantine: dict[str, QuarantineRecord] = {}
+    cordoned: frozenset[str] = frozenset()
+    pending: dict[int, Pending] = {}
+    pages: dict[str, float] = {}
+    """Pages sent: {key: when}."""
