@@ -39,8 +39,9 @@ def _summary(document: Document) -> list[str]:
     if weibull["shape"] is not None:
         lines.append(
             f"gaps          Weibull shape {weibull['shape']:.3g} (95 %: {weibull['shape_lower95']:.3g} to {weibull['shape_upper95']:.3g}),"
-            f" scale {weibull['scale_hours']:.4g} h: {weibull['verdict']}"
+            f" scale {weibull['scale_hours']:.4g} h"
         )
+        lines.append(f"              {weibull['verdict']}")
     goodput = document["goodput"]
     if goodput["ettr"] is not None:
         lines.append(f"lost          {goodput['lost_hours']:.1f} h = {goodput['lost_gpu_hours']:.6g} GPU-hours, ETTR {goodput['ettr']:.3f}")
