@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from typing import Any
 
 Document = dict[str, Any]
@@ -41,7 +42,7 @@ def _summary(document: Document) -> list[str]:
             f"gaps          Weibull shape {weibull['shape']:.3g} (95 %: {weibull['shape_lower95']:.3g} to {weibull['shape_upper95']:.3g}),"
             f" scale {weibull['scale_hours']:.4g} h"
         )
-        lines.append(f"              {weibull['verdict']}")
+        lines += textwrap.wrap(weibull["verdict"], 78, initial_indent=" " * 14, subsequent_indent=" " * 14)
     goodput = document["goodput"]
     if goodput["ettr"] is not None:
         lines.append(f"lost          {goodput['lost_hours']:.1f} h = {goodput['lost_gpu_hours']:.6g} GPU-hours, ETTR {goodput['ettr']:.3f}")
@@ -62,7 +63,9 @@ def _table_text(document: Document) -> list[str]:
 
 
 def _warnings(document: Document) -> list[str]:
-    return ["", *(f"! {warning}" for warning in document["warnings"])] if document["warnings"] else []
+    if not document["warnings"]:
+        return []
+    return ["", *(line for warning in document["warnings"] for line in textwrap.wrap(f"! {warning}", 78, subsequent_indent="  "))]
 
 
 _STYLE = """

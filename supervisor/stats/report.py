@@ -227,7 +227,7 @@ def _warnings(
             "an interval from the mean rate is wrong in both directions"
         )
     if weibull is not None and weibull.p_exponential < 0.05:
-        found.append(f"times between failures are not exponential (shape {weibull.shape:.2f}): {weibull.verdict}")
+        found.append(f"Weibull shape {weibull.shape:.2f}: {weibull.verdict}")
     if lost_hours > span_hours:
         found.append(f"lost time of {lost_hours:.1f} h is longer than the window of {span_hours:.1f} h: incidents overlap or rows repeat")
     return found

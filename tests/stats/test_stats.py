@@ -178,7 +178,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "419 unplanned" in done.stdout
     assert "<svg" in page.read_text()
-    assert max(map(len, done.stdout.splitlines())) <= 110
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("extra", [["--gpus", "0"], ["--gpus", "8", "--start", "soon"], []])
