@@ -1,0 +1,84 @@
+"""Fault hooks: places where a test can make storage fail, slow down, or kill the process, by environment only.
+
+REGROW_CKPT_FAULTS is a list of ``place:action[:nth]`` separated by commas. The action happens at the nth passage of
+the place (1: the first; 0: every passage). Actions: kill (SIGKILL to this process), stop (SIGSTOP), enospc, eio, erofs,
+hang (for ever), slow=SECONDS. Without the variable `point` costs one comparison.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+
+import msgspec
+
+VARIABLE = "REGROW_CKPT_FAULTS"
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
+
+
+class _Fault(msgspec.Struct):
+    place: str
+    action: str
+    nth: int = 1
+    seen: int = 0
+
+
+def parse(text: str) -> list[_Fault]:
+    """Read the variable's value.
+
+    Raises:
+        ValueError: not of the form above.
+    """
+    faults: list[_Fault] = []
+    for part in filter(None, text.split(",")):
+        words = part.split(":")
+        if len(words) not in (2, 3):
+            raise ValueError(f"{VARIABLE}: {part!r} is not place:action[:nth]")
+        faults.append(_Fault(words[0], words[1], int(words[2]) if len(words) == 3 else 1))
+    return faults
+
+
+class Faults:
+    """The faults of one process."""
+
+    def __init__(self, text: str) -> None:
+        self._faults = parse(text)
+        self._lock = threading.Lock()
+
+    def point(self, place: str) -> None:
+        """Pass a place: nothing, or the fault that was asked for."""
+        if not self._faults:
+            return
+        for fault in self._faults:
+            if fault.place == place:
+                with self._lock:
+                    fault.seen += 1
+                    due = fault.nth in (0, fault.seen)
+                if due:
+                    _act(fault.action, place)
+
+
+def _act(action: str, place: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "hang":
+        threading.Event().wait()
+    elif action.startswith("slow="):
+        time.sleep(float(action[5:]))
+    elif action in _ERRORS:
+        raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]), place)
+    else:
+        raise ValueError(f"{VARIABLE}: unknown action {action!r}")
+
+
+_process = Faults(os.environ.get(VARIABLE, ""))
+
+
+def point(place: str) -> None:
+    """Pass a place with the faults of this process's environment."""
+    _process.point(place)

@@ -1,0 +1,128 @@
+"""What is said on the checkpoint writer's socket: JSON lines, tagged by `type`; arenas travel as file descriptors.
+
+    producer (worker) -> writer     ProducerHello, Prepare, Submit, Skip
+    writer -> producer              Ready (with two memfds), Released, Rejected
+    controller (agent) -> writer    ControllerHello, Acknowledged, QueryStatus
+    writer -> controller            wire.ShardsDurable, wire.ShardsFailed (kept until acknowledged), WriterStatus
+
+An arena is free from `Ready` on, in use from the producer's `Submit` until the writer's `Released`. The producer fills
+only free arenas, so a lease needs no round trip; the writer takes all back when the producer's connection closes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from regrow.ckpt.manifest import Parent, RankPlan
+from regrow.wire import ShardsDurable, ShardsFailed
+
+ARENAS_PER_PRODUCER = 2
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    pass
+
+
+class ProducerHello(_Message, frozen=True, kw_only=True, tag="producer"):
+    """First line of a worker. A token lower than one seen for the job is rejected."""
+
+    job: str
+    node: str
+    epoch: int
+    generation: int
+    rank: int
+    world_size: int
+    local_ranks: tuple[int, ...]
+    """All ranks of this node that take part in saves: a step is durable when all of them are."""
+    folder: str
+    """The job's checkpoint folder, absolute."""
+
+
+class Prepare(_Message, frozen=True, kw_only=True, tag="prepare"):
+    """The layout of this rank's file. Answered by `Ready`."""
+
+    plan: RankPlan
+
+
+class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
+    """An arena holds a complete snapshot: write it."""
+
+    arena: int
+    step: int
+    samples: int
+    directory: str
+    """Name of the checkpoint's directory below the folder."""
+    parent: Parent | None = None
+    private: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+
+
+class Skip(_Message, frozen=True, kw_only=True, tag="skip"):
+    """This rank took no snapshot of a step that the others may have taken: the step is void."""
+
+    step: int
+    reason: str
+
+
+class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
+    """Arenas 0..num_arenas-1 of `arena_bytes` each are yours and free; their descriptors come with this line."""
+
+    num_arenas: int
+    arena_bytes: int
+
+
+class Released(_Message, frozen=True, kw_only=True, tag="released"):
+    """The arena is free again, and what became of what was in it."""
+
+    arena: int
+    step: int
+    outcome: Literal["durable", "failed"]
+    reason: str = ""
+    write_seconds: float = 0.0
+
+
+class Rejected(_Message, frozen=True, kw_only=True, tag="rejected"):
+    """The writer does not serve this producer: fenced, or no memory for arenas."""
+
+    reason: str
+    fenced: bool = False
+
+
+class ControllerHello(_Message, frozen=True, kw_only=True, tag="controller"):
+    """First line of an agent. Reports that nobody acknowledged are sent at once."""
+
+    node: str
+
+
+class Acknowledged(_Message, frozen=True, kw_only=True, tag="acknowledged"):
+    """The report of this step is safe with the committing agent: forget it."""
+
+    job: str
+    generation: int
+    step: int
+
+
+class QueryStatus(_Message, frozen=True, kw_only=True, tag="query_status"):
+    """Ask for `WriterStatus`."""
+
+
+class WriterStatus(_Message, frozen=True, kw_only=True, tag="writer_status"):
+    """What the writer has and does."""
+
+    pid: int
+    producers: int
+    arenas: int
+    arena_bytes: int
+    writing: tuple[int, ...] = ()
+    """Steps that are being written."""
+    unacknowledged: tuple[int, ...] = ()
+    saves_durable: int = 0
+    saves_failed: int = 0
+    last_write_seconds: float = 0.0
+
+
+ToWriter = ProducerHello | Prepare | Submit | Skip | ControllerHello | Acknowledged | QueryStatus
+ToProducer = Ready | Released | Rejected
+ToController = ShardsDurable | ShardsFailed | WriterStatus
