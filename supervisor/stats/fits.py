@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-
 TOO_REGULAR = 10.0
 """No machine fails by the clock: a shape above this says that the times were not measured."""
 
