@@ -6,6 +6,8 @@ import html
 import textwrap
 from typing import Any
 
+from regrow import charts
+
 Document = dict[str, Any]
 
 
@@ -68,59 +70,28 @@ def _warnings(document: Document) -> list[str]:
     return ["", *(line for warning in document["warnings"] for line in textwrap.wrap(f"! {warning}", 78, subsequent_indent="  "))]
 
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #6b7280; --line: #d1d5db; --bar: #2563eb; --page: #ffffff; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --soft: #9ca3af; --line: #374151; --bar: #60a5fa; --page: #111418; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; } td, th { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; }
-td:first-child, th:first-child { text-align: left; } svg { width: 100%; height: auto; } text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-.bar { fill: var(--bar); } .axis { stroke: var(--line); } .curve { fill: none; stroke: var(--bar); stroke-width: 2; }
-.warning { border-left: 4px solid #d97706; padding-left: .8rem; } pre { overflow-x: auto; }
-"""
-
-
 def page(document: Document, title: str) -> str:
     """A self-contained HTML page: no script, no network."""
     failures = document["failures"]
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{count}</td><td>{100 * failures['share_by_component'][name]:.1f} %</td></tr>"
-        for name, count in failures["by_component"].items()
-    )
     warnings = "".join(f"<p class=warning>{html.escape(warning)}</p>" for warning in document["warnings"])
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1><pre>{html.escape(chr(10).join(_summary(document)))}</pre>{warnings}"
-        f"<h2>Failures by category</h2>{bars(failures['by_category'])}<h2>Failures over time</h2>{_cumulative(document)}"
-        f"<h2>By component</h2><table><tr><th>component</th><th>failures</th><th>share</th></tr>{rows}</table></html>"
+    rows = [(name, count, f"{100 * failures['share_by_component'][name]:.1f} %") for name, count in failures["by_component"].items()]
+    return charts.page(
+        title,
+        f"<pre>{html.escape(chr(10).join(_summary(document)))}</pre>{warnings}"
+        f"<h2>Failures by category</h2>{charts.bars(failures['by_category'], label='failures by category')}"
+        f"<h2>Failures over time</h2>{_cumulative(document)}"
+        f"<h2>By component</h2>{charts.table(('component', 'failures', 'share'), rows)}",
     )
-
-
-def bars(counts: dict[str, float]) -> str:
-    """Horizontal bars as SVG."""
-    top = max(counts.values(), default=1) or 1
-    height = 26 * len(counts) + 6
-    parts = [f"<svg viewBox='0 0 760 {height}' role=img aria-label='bar chart'>"]
-    for row, (name, count) in enumerate(counts.items()):
-        y = 26 * row
-        parts.append(
-            f"<text x=0 y={y + 18}>{html.escape(name[:34])}</text><rect class=bar x=240 y={y + 4} height=18 width={max(1.0, 440 * count / top):.1f} />"
-            f"<text x={246 + 440 * count / top:.1f} y={y + 18}>{count:g}</text>"
-        )
-    return "".join([*parts, "</svg>"])
 
 
 def _cumulative(document: Document) -> str:
-    """Cumulative unplanned failures against hours."""
+    """Cumulative unplanned failures against hours, beside an even rate."""
     start, end = document["window_hours"]["start"], document["window_hours"]["end"]
     hours = [incident["at_hours"] for incident in document["incidents"] if not incident["planned"]]
-    points, total = [(0.0, 0)], max(1, len(hours))
+    steps = [(start, 0.0)]
     for count, hour in enumerate(hours, start=1):
-        x = (hour - start) / (end - start)
-        points += [(x, count - 1), (x, count)]
-    points.append((1.0, len(hours)))
-    path = " ".join(f"{50 + 690 * x:.1f},{200 - 180 * count / total:.1f}" for x, count in points)
-    return (
-        "<svg viewBox='0 0 760 230' role=img aria-label='cumulative failures'><line class=axis x1=50 y1=200 x2=740 y2=200 />"
-        "<line class=axis x1=50 y1=20 x2=50 y2=200 />"
-        f"<polyline class=curve points='{path}'/><text x=50 y=220>{start:g} h</text><text x=700 y=220>{end:g} h</text><text x=10 y=26>{len(hours)}</text></svg>"
+        steps += [(hour, count - 1.0), (hour, float(count))]
+    steps.append((end, float(len(hours))))
+    return charts.lines(
+        {"failures": steps, "even rate": [(start, 0.0), (end, float(len(hours)))]}, label="cumulative failures over hours", x_label="hours"
     )
