@@ -1,0 +1,335 @@
+"""The step boundary: what is published, agreed, saved and reported after each optimizer step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from regrow import wire
+from regrow.agent.progress import ProgressWriter
+from regrow.agent.worker.cadence import Cadence
+from regrow.agent.worker.control import ControlVector, Words
+from regrow.agent.worker.environment import WorkerEnvironment
+from regrow.agent.worker.link import AgentLink
+from regrow.errors import ConfigurationError, OperationalError
+
+_log = logging.getLogger("regrow.worker")
+
+DURABLE_SECONDS = 300.0
+"""How long the end of a job waits for the writer to make the last snapshot durable."""
+
+
+class Keeper(Protocol):
+    """What the step boundary asks of the checkpointed state."""
+
+    def ready(self) -> bool:
+        """Is there room for a snapshot now? Once true it stays true until the next save."""
+        ...
+
+    def save(self, step: int, samples: int) -> wire.SaveReport:
+        """Take a snapshot. Returns when training may go on."""
+        ...
+
+    def wait_durable(self, step: int, seconds: float) -> bool:
+        """Wait until this rank's part of `step` is on storage; False at the deadline or when it failed."""
+        ...
+
+    def write_seconds(self) -> float:
+        """How long the newest durable snapshot took to become durable; 0 while there is none."""
+        ...
+
+
+class Watch(Protocol):
+    """What looks at the state around an update: digest, at-rest check, chaos."""
+
+    def applied(self, step: int) -> str:
+        """After the update of `step`: the digest as hex, empty when none is due."""
+        ...
+
+    def take_mismatch(self) -> str:
+        """Name of a tensor that changed at rest since the last call; empty: none."""
+        ...
+
+
+class NoWatch:
+    """Looks at nothing."""
+
+    def applied(self, step: int) -> str:
+        """No digest."""
+        del step
+        return ""
+
+    def take_mismatch(self) -> str:
+        """No mismatch."""
+        return ""
+
+
+class Measures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a script tells of a step. None and 0: not known on this rank."""
+
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens: int = 0
+    compute_seconds: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        """False when a number that was given is infinite or NaN: such a state must not be published."""
+        return all(value is None or math.isfinite(value) for value in (self.loss, self.grad_norm))
+
+
+class StepLoop:
+    """Position of this rank in the job, and the boundary after each step."""
+
+    def __init__(self, environment: WorkerEnvironment, link: AgentLink, progress: ProgressWriter | None, cadence: Cadence) -> None:
+        self._environment = environment
+        self._link = link
+        self._progress = progress
+        self._cadence = cadence
+        self._control = ControlVector()
+        self._cost_us = 0
+        self.keeper: Keeper | None = None
+        self.watch: Watch = NoWatch()
+        self.on_inject: list[Any] = []
+        self.step = 0
+        self.samples = 0
+        self.started = 0
+        self.total = 0
+        self.stopped = False
+        self.finished = False
+        self.num_skipped_saves = 0
+        self._want_save = False
+        self._want_stop = False
+        self._refuse = False
+        self._num_applied = 0
+        self._last_saved = -1
+        self._began = time.perf_counter()
+        self._began_cpu = time.process_time()
+        self._computed: float | None = None
+        self._last_exchange = (0, time.perf_counter())
+
+    # --- position ---------------------------------------------------------------------------------------------
+
+    def use_control(self, control: ControlVector, cost_seconds: float) -> None:
+        """Agree through this vector from now on; `cost_seconds` is the measured cost of one exchange."""
+        self._control = control
+        self._cost_us = int(cost_seconds * 1e6)
+
+    def restored(self, step: int, samples: int, seconds: float) -> None:
+        """Go on after completed step `step`."""
+        self.step, self.samples = step, samples
+        self._last_saved = step or -1
+        self._cadence.started_at(step, seconds)
+
+    def request(self, *, save: bool = False, stop: bool = False) -> None:
+        """Ask for a save, or a save and a stop, at the next boundary that all ranks agree on. Safe in a signal handler."""
+        self._want_save |= save
+        self._want_stop |= stop
+
+    def phase(self, name: str) -> None:
+        """Publish the phase that this rank is in."""
+        if self._progress is not None:
+            self._progress.publish(phase=name)
+
+    @property
+    def current_phase(self) -> str:
+        """The phase last published."""
+        return self._progress.phase if self._progress is not None else "step"
+
+    def passed(self, phase: str, seconds: float = 0.0, **detail: Any) -> None:
+        """Tell the agent that a phase is over."""
+        environment = self._environment
+        self._link.send(
+            wire.WorkerPhase(
+                generation=environment.generation, rank=environment.rank, phase=phase, step=self.step, seconds=seconds, detail=detail
+            ),
+            keep=True,
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the steps that are left, then declare the end. Stops early when all ranks agreed to."""
+        self.total = total
+        while self.step < total and not self.stopped:
+            self._begin(self.step + 1)
+            yield self.started
+            if self.step != self.started:
+                raise ConfigurationError(
+                    f"step {self.started} was not completed",
+                    where="run.steps()",
+                    hint="call run.complete(step, ...) after the optimizer step",
+                )
+        self.finish()
+
+    def _begin(self, step: int) -> None:
+        self.started = step
+        self._began, self._began_cpu, self._computed = time.perf_counter(), time.process_time(), None
+        if self._progress is not None:
+            self._progress.publish(phase="step" if self._num_applied else "first_step", started_step=step)
+
+    def computed(self) -> None:
+        """Own compute of this step is done, synchronisation follows."""
+        self._computed = time.perf_counter() - self._began
+
+    def complete(self, step: int, measures: Measures) -> None:
+        """The boundary after `step`: the update is applied."""
+        if step != self.started or self.step == step:
+            raise ConfigurationError(
+                f"complete({step}) does not follow the step {self.started} that run.steps() gave out",
+                where="run.complete()",
+                hint="call it once a step, after the optimizer step",
+            )
+        seconds = time.perf_counter() - self._began
+        self.step = step
+        self.samples += self._environment.spec.global_batch
+        if self._progress is not None:
+            self._progress.publish(applied_step=step)
+        self._cadence.stepped(seconds)
+        self._report(step, measures, seconds)
+        self._boundary(step, measures)
+        self._num_applied += 1
+        if self._num_applied == 1:
+            self.passed("first_step", seconds)
+
+    def _report(self, step: int, measures: Measures, seconds: float) -> None:
+        digest, mismatch = self.watch.applied(step), self.watch.take_mismatch()
+        if mismatch or not measures.finite:
+            self._refuse = True
+        environment = self._environment
+        compute = measures.compute_seconds if measures.compute_seconds is not None else self._computed
+        self._link.send(
+            wire.StepReport(
+                generation=environment.generation,
+                rank=environment.rank,
+                step=step,
+                loss=measures.loss,
+                samples=self.samples,
+                learning_rate=measures.learning_rate,
+                grad_norm=measures.grad_norm,
+                step_seconds=seconds,
+                compute_seconds=compute if compute is not None else time.process_time() - self._began_cpu,
+                tokens=measures.tokens,
+                digest=digest,
+                at_rest_mismatch=mismatch,
+            ),
+            droppable=not mismatch,
+        )
+
+    # --- agreement --------------------------------------------------------------------------------------------
+
+    def _boundary(self, step: int, measures: Measures) -> None:
+        last = step == self.total
+        if not last and not self._control.due(step):
+            return
+        self._hear()
+        agreed = self._control.agreed()
+        wait = last or bool(agreed.stop)
+        if agreed.save or wait:
+            self._save(step, agreed, wait=wait, finite=measures.finite)
+        if agreed.stop:
+            self.stopped = True
+        if not wait:
+            self._control.start(step, self._words(step))
+
+    def _hear(self) -> None:
+        for order in self._link.receive():
+            self.request(save=order.save or order.stop_after_save, stop=order.stop_after_save)
+            self._cadence.ordered(order)
+            if order.inject:
+                self.on_inject.append(order.inject)
+
+    def _words(self, step: int) -> Words:
+        keeper = self.keeper
+        due = self._environment.rank == 0 and keeper is not None and self._cadence.due(step, self._control.period)
+        before, then = self._last_exchange
+        now = time.perf_counter()
+        self._last_exchange = (step, now)
+        return Words(
+            save=int(self._want_save or due),
+            stop=int(self._want_stop),
+            busy=int(keeper is not None and not keeper.ready()),
+            refuse=int(self._refuse),
+            step_us=int((now - then) * 1e6 / max(1, step - before)),
+            cost_us=self._cost_us,
+        )
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def _save(self, step: int, agreed: Words, *, wait: bool, finite: bool) -> None:
+        if self.keeper is None or self._last_saved == step:
+            self._want_save = False
+            return
+        report = self._attempt(step, agreed, wait=wait, finite=finite)
+        self._link.send(report)
+        if report.outcome != "snapshot":
+            self.num_skipped_saves += 1
+            _log.warning("save not taken step=%d outcome=%s reason=%s", step, report.outcome, report.reason)
+        else:
+            self._want_save = False
+            self._last_saved = step
+            self._cadence.saved(step, report.stall_seconds)
+        if wait and not agreed.refuse:
+            self._await_durable(step, report)
+
+    def _attempt(self, step: int, agreed: Words, *, wait: bool, finite: bool) -> wire.SaveReport:
+        """All ranks come to the same answer, except for what is known on one rank only: then its shard stays missing and
+        nobody commits."""
+        environment, keeper = self._environment, self.keeper
+        assert keeper is not None
+        outcome, reason = "skipped", ""
+        if agreed.refuse:
+            reason = "a rank refuses: its state is not finite, or its memory changed at rest"
+        elif agreed.busy and not wait:
+            reason = "a rank has no room for another snapshot: the one before is not durable yet"
+        elif not finite or self._refuse:
+            outcome, reason = "failed", "the state of this rank is not finite, or its memory changed at rest"
+        if reason:
+            return wire.SaveReport(
+                generation=environment.generation,
+                rank=environment.rank,
+                step=step,
+                outcome="failed" if outcome == "failed" else "skipped",
+                reason=reason,
+            )
+        before = self.current_phase
+        self.phase("save")
+        write_seconds = keeper.write_seconds()
+        if write_seconds > 0.0:
+            self._cadence.wrote(write_seconds)
+        report = keeper.save(step, self.samples)
+        self.phase(before)
+        return report
+
+    def _await_durable(self, step: int, report: wire.SaveReport) -> None:
+        assert self.keeper is not None
+        before = self.current_phase
+        self.phase("save")
+        durable = report.outcome == "snapshot" and self.keeper.wait_durable(step, DURABLE_SECONDS)
+        self.phase(before)
+        if not durable:
+            raise OperationalError(
+                f"the checkpoint of step {step} did not become durable: {report.reason or 'the writer did not confirm it in time'}",
+                where=f"rank {self._environment.rank} on {self._environment.node}",
+                hint="look at the writer's log on this node; the job goes on from the checkpoint before",
+            )
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Declare that training has reached its end on this rank: after it an exit with 0 is a success."""
+        if self.finished:
+            return
+        self.finished = True
+        self._control.agreed()
+        self._control.start(self.step, Words())
+        self._control.agreed()  # a barrier: no rank leaves while a peer still needs its connections
+        self.passed("finished", stopped=self.stopped)
+        self.phase("finished")
+        self._link.drain(2.0)
