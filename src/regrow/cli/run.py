@@ -1,0 +1,88 @@
+"""`regrow run`: torchrun's command line, with a supervisor behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from regrow.cli.output import Json, emit, say
+from regrow.errors import ConfigurationError
+
+
+def register(app: typer.Typer) -> None:
+    """Add `run`."""
+    app.command("run", context_settings={"allow_interspersed_args": False})(run)
+
+
+def run(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ...", help="Training script and its arguments.")],
+    local: Annotated[int, typer.Option(help="Start a cluster of N agents on this machine.")] = 0,
+    standalone: Annotated[bool, typer.Option(help="torchrun's word for --local 1.")] = False,
+    nnodes: Annotated[str, typer.Option(help="MIN:MAX nodes, or N.", envvar="PET_NNODES")] = "",
+    nproc_per_node: Annotated[str, typer.Option(help="Workers a node: a number, cpu, gpu or auto.", envvar="PET_NPROC_PER_NODE")] = "1",
+    mesh: Annotated[str, typer.Option(help="Mesh of the full world, like dp=2,tp=2,pp=2.")] = "",
+    meshes: Annotated[str, typer.Option(help="Mesh per number of workers: '6:3x2x1 4:2x2x1'.")] = "",
+    global_batch: Annotated[int, typer.Option(help="Samples a step, kept exactly on every mesh.")] = 0,
+    micro_batch: Annotated[int, typer.Option(help="Samples of one micro-batch.")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage that the script uses.")] = 0,
+    model: Annotated[str, typer.Option(help="Hugging Face config.json for the planner.")] = "",
+    job: Annotated[str, typer.Option(help="Name; the same name goes on where it stopped.", envvar="PET_RDZV_ID")] = "",
+    rdzv_id: Annotated[str, typer.Option(help="torchrun's word for --job.")] = "",
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name.")] = False,
+    max_restarts: Annotated[int, typer.Option(help="Restart budget.", envvar="PET_MAX_RESTARTS")] = 100,
+    run_dir: Annotated[str, typer.Option(help="Folder of the run; default runs/JOB.")] = "",
+    checkpoint_dir: Annotated[str, typer.Option(help="Where checkpoints go; default RUN_DIR/checkpoints.")] = "",
+    keep_last: Annotated[int, typer.Option(help="Checkpoints kept besides verified ones.")] = 3,
+    fresh: Annotated[bool, typer.Option(help="Start at step 0 although there are checkpoints, or none can be read.")] = False,
+    hang_seconds: Annotated[float, typer.Option(help="Limit for a step without progress; 0: learned.")] = 0.0,
+    preload: Annotated[str, typer.Option(help="Modules that warm workers have imported, comma separated.")] = "",
+    cold: Annotated[bool, typer.Option(help="Start workers cold instead of forking warm ones.")] = False,
+    supervisor: Annotated[str, typer.Option(help="URL of a running cluster's supervisor.", envvar="REGROW_SUPERVISOR")] = "",
+    store: Annotated[str, typer.Option(help="Store URL of a running cluster.", envvar="REGROW_STORE")] = "",
+    plain: Annotated[bool, typer.Option(help="No live table.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a training script under supervision: restarted, re-planned and resumed when parts break."""
+    import asyncio
+
+    from regrow.local import job as jobs
+
+    nodes = 1 if standalone and not local else local
+    if nodes < 0 or (not nodes and not supervisor and not store):
+        raise ConfigurationError(
+            "no cluster is named",
+            where="regrow run",
+            hint="use --local N to start one here, or --supervisor URL or --store URL of a running one",
+        )
+    request = jobs.Request(
+        script=tuple(script),
+        module=module,
+        name=job or rdzv_id,
+        nodes=nodes,
+        nnodes=nnodes,
+        nproc_per_node=nproc_per_node,
+        mesh=mesh,
+        meshes=meshes,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        zero=zero,
+        model=model,
+        max_restarts=max_restarts,
+        run_dir=run_dir,
+        checkpoint_dir=checkpoint_dir,
+        keep_last=keep_last,
+        fresh=fresh,
+        hang_seconds=hang_seconds,
+        preload=tuple(word for word in preload.split(",") if word),
+        cold=cold,
+        cwd=str(Path.cwd()),
+    )
+    spec = jobs.specification(request)
+    if nodes:
+        code, document = asyncio.run(jobs.run_local(spec, request, plain=plain or as_json))
+    else:
+        code, document = asyncio.run(jobs.run_remote(spec, supervisor, store, plain=plain or as_json))
+    emit(document, as_json=as_json, human=lambda: say(jobs.closing_line(document)))
+    raise typer.Exit(code)

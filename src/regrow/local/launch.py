@@ -1,0 +1,119 @@
+"""One job on one cluster, followed to its end: what `regrow run` and `regrow demo` share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import Any
+
+from regrow import wire
+from regrow.errors import OperationalError
+from regrow.local.api import SupervisorClient
+from regrow.local.live import LiveView
+
+ENDED = ("done", "failed", "stopped")
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: saved and stopped; the same command goes on from there."""
+
+
+class Follower:
+    """Keeps the newest document of a job and tells a view what happens."""
+
+    def __init__(self, api: SupervisorClient, job: str, view: LiveView, *, period_seconds: float = 0.2) -> None:
+        self.document: dict[str, Any] = {}
+        self._api = api
+        self._job = job
+        self._view = view
+        self._period_seconds = period_seconds
+        self._told: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+
+    async def follow(self) -> dict[str, Any]:
+        """Poll until the job ends; its last document."""
+        while True:
+            self.document = await self._api.get(f"/v1/jobs/{self._job}")
+            self._view.update(self.document)
+            self._tell_incidents()
+            async with self._changed:
+                self._changed.notify_all()
+            if self.document.get("state") in ENDED:
+                return self.document
+            await asyncio.sleep(self._period_seconds)
+
+    async def until(self, condition: Any, what: str, limit_seconds: float) -> dict[str, Any]:
+        """Wait until `condition(document)` holds.
+
+        Raises:
+            OperationalError: not within the limit, or the job ended before.
+        """
+
+        def reached() -> bool:
+            return bool(self.document and (condition(self.document) or self.document.get("state") in ENDED))
+
+        try:
+            async with self._changed:
+                await asyncio.wait_for(self._changed.wait_for(reached), limit_seconds)
+        except TimeoutError:
+            raise OperationalError(
+                f"did not see {what} within {limit_seconds:g} s", where=f"job {self._job}", hint="the logs are in the run folder"
+            ) from None
+        if not condition(self.document):
+            outcome = self.document.get("outcome") or {}
+            raise OperationalError(
+                f"the job ended ({self.document.get('state')}: {outcome.get('reason', '')}) before {what}", where=f"job {self._job}"
+            )
+        return self.document
+
+    def _tell_incidents(self) -> None:
+        for incident in self.document.get("incidents", []):
+            name = str(incident.get("id"))
+            stage = "recovered" if incident.get("recovered") else "open"
+            if self._told.get(name) == stage:
+                continue
+            if name not in self._told:
+                self._view.note(f"incident {name}: {incident.get('kind')}: {incident.get('text')}", "yellow")
+            self._told[name] = stage
+            if stage == "recovered":
+                seconds = incident.get("seconds")
+                self._view.note(
+                    f"incident {name}: recovered by {incident.get('rung')} in {seconds:.2f} s, first new step {incident.get('frontier', 0) + 1}",
+                    "green",
+                )
+
+
+async def submit(api: SupervisorClient, spec: wire.JobSpec) -> None:
+    """Hand the job to the supervisor; the same job again is fine."""
+    await api.post("/v1/jobs", wire.encode(spec))
+
+
+async def follow_with_signals(api: SupervisorClient, follower: Follower, job: str, view: LiveView) -> tuple[dict[str, Any], bool]:
+    """Follow until the end. The first Ctrl-C or SIGTERM saves and stops, the second stops at once.
+
+    Returns:
+        (last document, whether it was interrupted)
+    """
+    loop = asyncio.get_running_loop()
+    presses = 0
+    tasks: set[asyncio.Task[Any]] = set()
+
+    def interrupt() -> None:
+        nonlocal presses
+        presses += 1
+        command = "save-and-stop" if presses == 1 else "abort"
+        view.note("saving and stopping; once more to stop at once" if presses == 1 else "stopping at once", "yellow")
+        task = loop.create_task(api.post(f"/v1/jobs/{job}/{command}"))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await follower.follow(), presses > 0
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
