@@ -1,0 +1,261 @@
+"""Put a model onto a mesh, with torch's own parts, and run its steps: the gradient is that of one process.
+
+    net = apply_mesh(model, run.mesh, run.mesh_shape, Strategy(micro_batch=2, micro_batches=(4, 4)))
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    result = net.forward_backward(inputs, targets, keys)     # loss, gradient norm, tokens; gradients summed and clipped
+    optimizer.step()
+
+Order: pipeline cut (global layer numbers), tensor + sequence parallelism, then the data axis. See apply_layers for what
+a model offers, apply_data for the sum over replicas, apply_gradients for the norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from regrow.errors import ConfigurationError
+from regrow.ids import MeshShape
+from regrow.parallel import apply_data, apply_gradients, apply_layers, apply_pipeline, apply_tensor
+from regrow.parallel.apply_gradients import StepResult
+from regrow.parallel.apply_pipeline import LossFunction
+from regrow.parallel.loss import num_valid, summed_cross_entropy
+
+__all__ = ["MeshModel", "StepResult", "Strategy", "apply_mesh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """How a step runs on a mesh. Sizes in samples."""
+
+    micro_batch: int
+    micro_batches: tuple[int, ...]
+    """Micro-batches a step for each data-parallel replica (`parallel.batch.split`); they may differ by one."""
+    zero_stage: int = 0
+    """0: replicated. 2: gradients and optimizer state sharded. 3: parameters too, also between forward and backward."""
+    schedule: str = "1f1b"
+    layers_per_stage: tuple[int, ...] = ()
+    """Empty: as even as possible."""
+    sequence_parallel: bool = True
+    clip_norm: float | None = 1.0
+    compute: torch.dtype | None = None
+    """torch.bfloat16: forward and backward in bf16 with fp32 master weights (sharded data axis only)."""
+
+
+class MeshModel:
+    """This rank's part of a model on a mesh. `module` holds its parameters under their mesh-independent names."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        shape: MeshShape,
+        coordinates: dict[str, int],
+        strategy: Strategy,
+        order: dict[str, int],
+        stages: Sequence[tuple[int, nn.Module]],
+        pipeline: apply_pipeline.Pipeline | None,
+        loss_fn: LossFunction,
+        mesh: Any,
+    ) -> None:
+        self.module = module
+        self.shape = shape
+        self.coordinates = coordinates
+        self.strategy = strategy
+        self.num_samples = strategy.micro_batches[coordinates["dp"]] * strategy.micro_batch
+        self._stages = stages
+        self._pipeline = pipeline
+        self._loss_fn = loss_fn
+        self._mesh = mesh
+        self._sharded = any(isinstance(stage, FSDPModule) for _, stage in stages)
+        axes = {name: coordinates[name] for name in ("dp", "tp")}
+        self._named = list(module.named_parameters())
+        self._counts = {name: apply_gradients.counts_here(parameter, axes) for name, parameter in self._named}
+        rank = shape.rank(**coordinates)
+        self._speaks = coordinates["tp"] == 0
+        self._totals = apply_gradients.Totals(order, rank=rank, world_size=shape.world_size, device=apply_layers.device_of(module))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters (or shards of them)."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their mesh-independent names."""
+        return self.module.named_parameters()
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> StepResult:
+        """One step up to the optimizer: gradients of the mean loss over the *global* batch, clipped, on every rank.
+
+        Args:
+            inputs, targets, keys: this replica's samples in order, [num_samples, ...]; keys from dropout.sample_keys.
+                Every rank of a replica passes the same.
+
+        Raises:
+            ConfigurationError: a number of samples that is not this replica's share.
+        """
+        self._check(inputs)
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.module.train()
+        for _, stage in self._stages:
+            stage.train()
+        run = self._accumulate if self._pipeline is None else self._pipeline.forward_backward
+        loss = run(inputs, targets, keys)
+        broken = self._reduce()
+        gradients = [(name, cast("Tensor", parameter.grad)) for name, parameter in self._named]
+        result = self._totals.settle(
+            ((name, gradient, self._counts[name]) for name, gradient in gradients),
+            loss=loss if self._speaks else None,
+            tokens=num_valid(targets) if self._speaks and self.coordinates["pp"] == 0 else 0,
+            broken=broken,
+        )
+        apply_gradients.scale((gradient for _, gradient in gradients), result, self.strategy.clip_norm)
+        return result
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
+        """Mean loss per valid token over what all replicas pass, without dropout and gradients, on every rank."""
+        self._check(inputs)
+        for _, stage in self._stages:
+            stage.eval()
+        with torch.no_grad():
+            loss = (self._sum_loss if self._pipeline is None else self._pipeline.forward)(inputs, targets)
+        for _, stage in self._stages:
+            stage.train()
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        result = self._totals.settle(
+            (),
+            loss=loss if self._speaks else None,
+            tokens=num_valid(targets) if self._speaks and self.coordinates["pp"] == 0 else 0,
+        )
+        return result.loss
+
+    def _check(self, inputs: Tensor) -> None:
+        if inputs.shape[0] != self.num_samples:
+            raise ConfigurationError(
+                f"{inputs.shape[0]} samples for replica {self.coordinates['dp']}, whose share is {self.num_samples}",
+                where="forward_backward",
+                hint="take them from run.batches(...)",
+            )
+
+    def _accumulate(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor:
+        stage = self._stages[0][1]
+        chunks = [tensor.split(self.strategy.micro_batch) for tensor in (inputs, targets, keys)]
+        losses: list[Tensor] = []
+        for index, (source, target, key) in enumerate(zip(*chunks, strict=True)):
+            loss = self._loss_fn(stage(source, key=key), target)
+            apply_data.announce_backward(stage, last=index == len(chunks[0]) - 1)
+            loss.backward()
+            losses.append(loss.detach().double())
+        return torch.stack(losses).sum()
+
+    def _sum_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        stage = self._stages[0][1]
+        size = self.strategy.micro_batch
+        losses = [
+            self._loss_fn(stage(source), target).double() for source, target in zip(inputs.split(size), targets.split(size), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _reduce(self) -> bool:
+        if self.shape.tp > 1 and not self._sharded:
+            apply_data.settle_placements(self.parameters(), self._mesh["tp"])
+        gradients = [apply_data.local(cast("Tensor", parameter.grad)) for parameter in self.parameters()]
+        broken = not apply_gradients.all_finite(gradients)
+        if self.shape.dp > 1 and not self._sharded:
+            apply_data.sum_in_place(gradients, self._mesh["dp"].get_group())
+        return broken
+
+
+def apply_mesh(
+    model: nn.Module,
+    mesh: Any,
+    shape: MeshShape,
+    strategy: Strategy,
+    *,
+    loss_fn: LossFunction = summed_cross_entropy,
+) -> MeshModel:
+    """Cut `model` for this rank. All ranks pass the same whole model (same seed) and keep their part.
+
+    Args:
+        model: an apply_layers.LayeredModel.
+        mesh: torch DeviceMesh with axes "dp", "pp", "tp" in this order; None on one process.
+        shape: the sizes of that mesh.
+
+    Raises:
+        ConfigurationError: sizes that do not fit, with the factors.
+    """
+    _check_sizes(shape, strategy)
+    layered = cast("apply_layers.LayeredModel", model)
+    num_layers = len(layered.layers)
+    kind = apply_pipeline.check_schedule(strategy.schedule, pp=shape.pp, layers=num_layers, micro_batches=strategy.micro_batches)
+    coordinates = shape.coordinates(dist.get_rank() if shape.world_size > 1 else 0)
+    coordinates.pop("cp")
+    order = apply_layers.parameter_order(model)
+    per_rank = kind.stages_per_rank if shape.pp > 1 else 1
+    num_stages = shape.pp * per_rank
+    ranges = apply_layers.layers_of_stages(num_layers, num_stages, strategy.layers_per_stage if per_rank == 1 else ())
+    mine = apply_layers.stages_of_rank(shape.pp, coordinates["pp"], per_rank, v_shaped=kind.v_shaped and shape.pp > 1)
+    held = sorted(layer for stage in mine for layer in ranges[stage])
+    module = apply_layers.part(model, held, first=0 in mine, last=num_stages - 1 in mine)
+    if shape.tp > 1:
+        apply_tensor.apply_tensor_parallel(module, mesh["tp"], sequence_parallel=strategy.sequence_parallel)
+    stages = [(mine[0], module)]
+    if per_rank > 1:
+        stages = [(stage, apply_layers.part(module, ranges[stage], first=stage == 0, last=stage == num_stages - 1)) for stage in mine]
+    if strategy.zero_stage >= 2 and shape.dp > 1:
+        _shard(stages, mesh, shape, strategy)
+    pipeline = None
+    if shape.pp > 1:
+        pipeline = apply_pipeline.Pipeline(
+            stages,
+            num_stages=num_stages,
+            kind=kind,
+            num_micro_batches=strategy.micro_batches[coordinates["dp"]],
+            micro_batch=strategy.micro_batch,
+            loss_fn=loss_fn,
+            group=mesh["pp"].get_group(),
+            device=apply_layers.device_of(module),
+            cut_sequence=shape.tp if strategy.sequence_parallel else 1,
+            compute=strategy.compute,
+        )
+    return MeshModel(
+        module,
+        shape=shape,
+        coordinates=coordinates,
+        strategy=strategy,
+        order=order,
+        stages=stages,
+        pipeline=pipeline,
+        loss_fn=loss_fn,
+        mesh=mesh,
+    )
+
+
+def _shard(stages: Sequence[tuple[int, nn.Module]], mesh: Any, shape: MeshShape, strategy: Strategy) -> None:
+    equal = len(set(strategy.micro_batches)) == 1
+    reshard = strategy.zero_stage == 3 and equal and shape.pp == 1
+    for _, stage in stages:
+        apply_data.shard_parameters(stage, mesh["dp"], reshard_after_forward=reshard, compute=strategy.compute)
+
+
+def _check_sizes(shape: MeshShape, strategy: Strategy) -> None:
+    if len(strategy.micro_batches) != shape.dp or min(strategy.micro_batches, default=0) < 1 or strategy.micro_batch < 1:
+        raise ConfigurationError(
+            f"micro-batches {strategy.micro_batches} of {strategy.micro_batch} for dp = {shape.dp}",
+            where="micro_batches",
+            hint="use parallel.batch.split(global_batch, micro_batch, dp): every replica needs at least one",
+        )
+    if strategy.zero_stage not in (0, 2, 3):
+        raise ConfigurationError(f"ZeRO stage {strategy.zero_stage} has no runtime here", where="--zero", hint="use 0, 2 or 3")
+    if shape.cp > 1:
+        raise ConfigurationError(f"cp = {shape.cp} has no runtime here", where="--mesh", hint="use dp, tp and pp")
+    if strategy.compute is not None and (strategy.zero_stage < 2 or shape.dp == 1):
+        raise ConfigurationError("bf16 compute needs a sharded data axis", where="compute", hint="use zero_stage 2 or 3 with dp > 1")

@@ -1,0 +1,142 @@
+"""Pipeline parallelism with torch.distributed.pipelining: stages built by hand from global layer numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from regrow.errors import ConfigurationError
+from regrow.parallel.apply_layers import LayeredModel
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(output, targets) -> summed loss of one micro-batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule as torch names it and how many stages each rank holds."""
+
+    torch_name: str
+    stages_per_rank: int = 1
+    v_shaped: bool = False
+    equal_rounds: bool = False
+    """Needs a number of micro-batches that is a multiple of the pipeline's size."""
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind("GPipe"),
+    "1f1b": ScheduleKind("1F1B"),
+    "interleaved": ScheduleKind("Interleaved1F1B", stages_per_rank=2),
+    "interleaved-zb": ScheduleKind("InterleavedZeroBubble", stages_per_rank=2),
+    "zbv": ScheduleKind("ZBVZeroBubble", stages_per_rank=2, v_shaped=True),
+    "dualpipev": ScheduleKind("DualPipeV", stages_per_rank=2, v_shaped=True),
+}
+
+
+def kind_of(name: str) -> ScheduleKind:
+    """The schedule called `name`.
+
+    Raises:
+        ConfigurationError: unknown name.
+    """
+    if name not in SCHEDULES:
+        raise ConfigurationError(f"schedule {name!r} is not known", where="--schedule", hint=f"use one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def check_schedule(name: str, *, pp: int, layers: int, micro_batches: Sequence[int]) -> ScheduleKind:
+    """The schedule to run for these sizes: 1F1B with fewer micro-batches than stages is GPipe, and becomes it.
+
+    Raises:
+        ConfigurationError: a schedule that cannot run these sizes, with the factors.
+    """
+    kind = kind_of(name)
+    fewest = min(micro_batches)
+    if name == "1f1b" and fewest < pp:
+        return SCHEDULES["gpipe"]
+    if layers < pp * kind.stages_per_rank:
+        raise ConfigurationError(
+            f"schedule {name} on {pp} ranks needs {pp * kind.stages_per_rank} layers, the model has {layers}",
+            where="--schedule",
+            hint="use 1f1b, or fewer stages",
+        )
+    least = 2 * pp if name == "dualpipev" else pp if name in ("zbv", "interleaved", "interleaved-zb") else 1
+    if fewest < least:
+        raise ConfigurationError(
+            f"schedule {name} on {pp} ranks needs at least {least} micro-batches per replica, one has {fewest}",
+            where="--schedule",
+            hint="use 1f1b or gpipe, smaller micro-batches or fewer replicas",
+        )
+    return kind
+
+
+class Pipeline:
+    """Runs the micro-batches of a step through this rank's stages."""
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[int, nn.Module]],
+        *,
+        num_stages: int,
+        kind: ScheduleKind,
+        num_micro_batches: int,
+        micro_batch: int,
+        loss_fn: LossFunction,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        cut_sequence: int,
+        compute: torch.dtype | None,
+    ) -> None:
+        self._first = any(index == 0 for index, _ in stages)
+        self._last = any(index == num_stages - 1 for index, _ in stages)
+        built: list[Any] = []
+        for index, module in stages:
+            source, hidden, output = _stream(module, micro_batch, cut_sequence, compute)
+            stage = PipelineStage(
+                module,
+                index,
+                num_stages,
+                device,
+                input_args=source if index == 0 else hidden,
+                output_args=output if index == num_stages - 1 else hidden,
+                group=group,
+            )
+            built.append(stage)
+        schedule = cast("Any", get_schedule_class(kind.torch_name))
+        argument = built[0] if kind.stages_per_rank == 1 else built
+        self._schedule = schedule(argument, n_microbatches=num_micro_batches, loss_fn=loss_fn, scale_grads=False)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor | None:
+        """Gradients of the summed loss; returns that loss on the rank that holds the last stage."""
+        return self._run(self._schedule.step, inputs, targets, {"key": keys, "return_outputs": False})
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Summed loss without gradients."""
+        with torch.no_grad():
+            return self._run(self._schedule.eval, inputs, targets, {})
+
+    def _run(self, call: Callable[..., object], inputs: Tensor, targets: Tensor, keywords: dict[str, Any]) -> Tensor | None:
+        losses: list[Tensor] = []
+        arguments = (inputs,) if self._first else ()
+        if self._last:
+            keywords = keywords | {"target": targets, "losses": losses}
+        call(*arguments, **keywords)
+        return torch.stack([loss.detach().double() for loss in losses]).sum() if self._last else None
+
+
+def _stream(module: nn.Module, micro_batch: int, cut_sequence: int, compute: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Meta tensors at the ends of a stage: what a rank sends is its own part of the sequence.
+
+    Given ahead, they spare the first step pipelining's extra pass for metadata.
+    """
+    source, hidden, output = cast("LayeredModel", module).stream(micro_batch)
+    batch, sequence, *rest = hidden.shape
+    cut = torch.empty(batch, sequence // cut_sequence, *rest, dtype=compute or hidden.dtype, device="meta", requires_grad=True)
+    return source, cut, output
