@@ -1,0 +1,68 @@
+"""Shared-memory arenas: owned by the writer, filled by workers, each the exact image of one rank's file."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+
+_SLACK_BYTES = 1 << 20
+
+
+class Arena:
+    """One memfd, mapped here. The pages are allocated when it is made, so that a save never faults them in."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.handle = os.memfd_create("regrow-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.handle, 0, num_bytes)
+            self.memory = mmap.mmap(self.handle, num_bytes)
+        except BaseException:
+            os.close(self.handle)
+            raise
+
+    def close(self) -> None:
+        """Give the memory back (once no worker maps it either)."""
+        os.close(self.handle)
+        with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
+            self.memory.close()
+
+
+class ArenaPool:
+    """Arenas of dead generations are used again by the next: allocating fresh pages costs more than a save."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Arena] = []
+        self.num_arenas = 0
+        self.total_bytes = 0
+
+    def take(self, num_bytes: int) -> Arena:
+        """A free arena of at least this size, made if need be. Free ones that do not fit are given up first.
+
+        Raises:
+            OSError: no memory.
+        """
+        with self._lock:
+            fitting = [arena for arena in self._free if num_bytes <= arena.num_bytes <= num_bytes * 3 // 2 + _SLACK_BYTES]
+            if fitting:
+                arena = min(fitting, key=lambda one: one.num_bytes)
+                self._free.remove(arena)
+                return arena
+            for old in self._free:
+                self.num_arenas -= 1
+                self.total_bytes -= old.num_bytes
+                old.close()
+            self._free.clear()
+        arena = Arena(num_bytes)
+        with self._lock:
+            self.num_arenas += 1
+            self.total_bytes += arena.num_bytes
+        return arena
+
+    def give(self, arena: Arena) -> None:
+        """Take an arena back that nobody fills any more."""
+        with self._lock:
+            self._free.append(arena)

@@ -1,0 +1,176 @@
+"""Names the tensors of a training state: model and optimizer, plain tensors and DTensors, under canonical names.
+
+model.<fqn>                    parameters and persistent buffers
+optimizer.<fqn>.<key>          one tensor of optimizer state of the parameter <fqn>
+extra.<key>.<path>             tensors of other objects' state dicts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from regrow.ckpt import plain
+from regrow.ckpt.envelope import ITEM_BYTES
+from regrow.ckpt.layout import Box
+from regrow.errors import ConfigurationError
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+
+class Item:
+    """A named tensor of the live state: which box of the whole this rank holds, and the tensor that holds it."""
+
+    __slots__ = ("box", "local")
+
+    def __init__(self, box: Box, local: torch.Tensor) -> None:
+        self.box = box
+        self.local = local
+
+
+def clean_name(name: str) -> str:
+    """A name without what compilers and wrappers put into it."""
+    return _WRAPPERS.sub("", name.removeprefix("module.")).lstrip(".")
+
+
+def item_of(name: str, value: torch.Tensor) -> Item:
+    """Where a tensor lies in its whole.
+
+    Raises:
+        ConfigurationError: a placement or type that cannot be stored.
+    """
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES or value.layout != torch.strided or value.is_quantized:
+        raise ConfigurationError(
+            f"tensor {name} of type {value.dtype}, {value.layout} cannot be stored", hint="store it dequantised and dense"
+        )
+    if not isinstance(value, DTensor):
+        return Item(Box(name, dtype, tuple(value.shape), (0,) * value.dim(), tuple(value.shape)), value.detach())
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in value.placements):
+        raise ConfigurationError(f"tensor {name} is a partial sum on its ranks", hint="reduce it before the save")
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    local = value.detach().to_local()
+    if tuple(local.shape) != tuple(sizes):
+        raise ConfigurationError(f"tensor {name} holds {tuple(local.shape)} here, its placement says {tuple(sizes)}")
+    if not all(sizes):
+        offsets = (0,) * len(sizes)
+    return Item(Box(name, dtype, tuple(value.shape), tuple(offsets), tuple(sizes)), local)
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """One module or several (pipeline stages) as a list."""
+    return [model] if isinstance(model, torch.nn.Module) else list(cast("Iterable[torch.nn.Module]", model))
+
+
+def model_tensors(model: Any, aliases: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Parameters and persistent buffers by canonical name, and extra state that is not a tensor.
+
+    A tensor that several names share is listed once, under the name that `aliases` gives, else the first in order.
+    A name in `aliases` is always stored under its target, also where this rank holds only the alias.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+    for module in modules_of(model):
+        for raw, value in module.state_dict(keep_vars=True).items():
+            name = clean_name(raw)
+            name = aliases.get(name, name)
+            if not isinstance(value, torch.Tensor):
+                others[name] = value
+            elif id(value) not in seen:
+                if name in tensors:
+                    raise ConfigurationError(
+                        f"two tensors of the model are named {name}", hint='number layers globally, for example ModuleDict {"3": Block}'
+                    )
+                seen[id(value)] = name
+                tensors[name] = value
+    return tensors, others
+
+
+def parameter_names(model: Any, aliases: Mapping[str, str]) -> dict[int, str]:
+    """id(parameter) -> canonical name."""
+    names: dict[int, str] = {}
+    for module in modules_of(model):
+        for raw, parameter in module.named_parameters(remove_duplicate=False):
+            name = clean_name(raw)
+            names.setdefault(id(parameter), aliases.get(name, name))
+    return names
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """None, one optimizer or several as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(cast("Iterable[torch.optim.Optimizer]", optimizer))
+
+
+def optimizer_state(optimizer: Any, names: dict[int, str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of optimizer state by canonical name, and per-parameter values that are not tensors.
+
+    Raises:
+        ConfigurationError: the optimizer has parameters that the model does not have.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for one in optimizers_of(optimizer):
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise ConfigurationError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model",
+                        hint="give train_state() the model that the optimizer was made from",
+                    )
+                for key, value in one.state.get(parameter, {}).items():
+                    full = f"optimizer.{name}.{key}"
+                    if isinstance(value, torch.Tensor):
+                        tensors[full] = _like_parameter(full, value, parameter)
+                    else:
+                        values[full] = plain.encode(value, full)
+    return tensors, values
+
+
+def _like_parameter(name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Optimizers that keep plain local tensors for DTensor parameters: the state is placed as the parameter is."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.numel() <= 1:
+        return value
+    if value.shape == parameter.to_local().shape:
+        return DTensor.from_local(
+            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
+        )
+    raise ConfigurationError(
+        f"optimizer state {name} of shape {tuple(value.shape)} cannot be placed",
+        hint="keep it as a DTensor, or in the parameter's local shape",
+    )
+
+
+def split_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Take the tensors out of a nested state dict: they go into `tensors`, {"$stored": name} stands in their place."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value
+        return {"$stored": path}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in cast("Mapping[Any, Any]", value)):
+        return {key: split_tensors(item, f"{path}.{key}", tensors) for key, item in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [split_tensors(item, f"{path}.{index}", tensors) for index, item in enumerate(cast("list[Any]", value))]
+    return plain.encode(value, path)
+
+
+def join_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of `split_tensors`."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        if list(fields) == ["$stored"]:
+            return tensors[fields["$stored"]]
+        if len(fields) == 1 and next(iter(fields)).startswith("$"):
+            return plain.decode(fields)
+        return {key: join_tensors(item, tensors) for key, item in fields.items()}
+    if isinstance(value, list):
+        return [join_tensors(item, tensors) for item in cast("list[Any]", value)]
+    return value

@@ -1,0 +1,151 @@
+"""Writes one rank's file image to storage and checksums it. Blocking; runs in the writer's threads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from regrow.ckpt import faults
+from regrow.ckpt.layout import PAGE_BYTES, gaps
+from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest
+
+WRITE_BYTES = 8 << 20
+"""One write call: large enough for full speed with O_DIRECT."""
+
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+log = logging.getLogger("regrow.ckpt")
+
+
+def checksum(image: memoryview, plan: RankPlan) -> tuple[tuple[Chunk, ...], str]:
+    """The plan's chunks with their block digests, and the gap digest."""
+    chunks: list[Chunk] = []
+    for chunk in plan.chunks:
+        end = chunk.at + chunk.nbytes
+        blocks = tuple(xxhash.xxh3_128_hexdigest(image[at : min(at + BLOCK_BYTES, end)]) for at in range(chunk.at, end, BLOCK_BYTES))
+        chunks.append(msgspec.structs.replace(chunk, blocks=blocks))
+    rest = xxhash.xxh3_128()
+    for start, end in gaps(plan):
+        rest.update(image[start:end])
+    return tuple(chunks), rest.hexdigest()
+
+
+def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, private: dict[str, object], threads: Executor) -> RankManifest:
+    """Write `image` to a new file, synced, while another thread checksums it.
+
+    Args:
+        path: The file; it must not exist: nothing that is there is ever overwritten.
+        image: At least plan.file_bytes, page-aligned memory.
+        plan: The image's layout.
+        rank: Whose file it is.
+        private: Goes into the manifest as it is.
+        threads: Where the checksums are computed.
+
+    Raises:
+        OSError: storage failed; the file has been removed again if it was ours.
+    """
+    digests = threads.submit(checksum, image[: plan.file_bytes], plan)
+    try:
+        write_file(path, image[: plan.file_bytes])
+    finally:
+        chunks, gap_digest = digests.result()
+    return RankManifest(
+        rank=rank,
+        file=path.name,
+        size_bytes=plan.file_bytes,
+        digest=file_digest(chunks, gap_digest),
+        gap_digest=gap_digest,
+        chunks=chunks,
+        private=private,
+    )
+
+
+def write_file(path: Path, image: memoryview) -> None:
+    """A new file with these bytes (a multiple of 4096), synced; O_DIRECT where the file system has it."""
+    faults.point("shard.open")
+    handle, is_direct = _create(path)
+    try:
+        _allocate(handle, len(image))
+        _write(handle, image, is_direct=is_direct)
+        faults.point("shard.fsync")
+        os.fsync(handle)
+        faults.point("shard.done")
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def make_directory(folder: Path, name: str) -> Path:
+    """The checkpoint's directory, made if need be, its name synced."""
+    directory = folder / name
+    if not directory.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    return directory
+
+
+def remove_own(directory: Path, names: list[str]) -> None:
+    """Remove files of a save that failed, and the directory when that leaves it empty."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644), True
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        path.unlink(missing_ok=True)  # some file systems create the name and then refuse the flag
+        return os.open(path, flags, 0o644), False
+
+
+def _allocate(handle: int, num_bytes: int) -> None:
+    faults.point("shard.allocate")
+    try:
+        os.posix_fallocate(handle, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+
+
+def _write(handle: int, image: memoryview, *, is_direct: bool) -> None:
+    at = 0
+    while at < len(image):
+        faults.point("shard.write")
+        try:
+            written = os.pwrite(handle, image[at : at + WRITE_BYTES], at)
+        except OSError as error:
+            if not (is_direct and error.errno in _NO_DIRECT):
+                raise
+            is_direct = _stop_direct(handle)
+            continue
+        if is_direct and written % PAGE_BYTES:
+            written -= written % PAGE_BYTES
+            if not written:
+                is_direct = _stop_direct(handle)
+        at += written
+
+
+def _stop_direct(handle: int) -> bool:
+    import fcntl
+
+    log.info("O_DIRECT is refused here: writing through the page cache")
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return False

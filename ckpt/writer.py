@@ -1,0 +1,105 @@
+"""The checkpoint writer of a node: owns the arenas, outlives workers and agent, makes snapshots durable.
+
+Started as ``python -m regrow.ckpt.writer --socket PATH --state FOLDER``. With REGROW_LIFELINE=<fd> it ends when that
+descriptor reaches its end of file. On SIGTERM it finishes what it is writing, for at most `GRACE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from regrow.ckpt.channel import ServerChannel
+from regrow.ckpt.service import Writer
+
+GRACE_SECONDS = 5.0
+log = logging.getLogger("regrow.ckpt.writer")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run until SIGTERM or the end of the lifeline. Exit code 2: another writer has the socket."""
+    parser = argparse.ArgumentParser(prog="regrow.ckpt.writer", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True, help="Unix socket to listen on")
+    parser.add_argument("--state", type=Path, required=True, help="state folder of the node")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    options.state.mkdir(parents=True, exist_ok=True)
+    listener = _listen(options.socket)
+    if listener is None:
+        sys.stderr.write(f"regrow: another checkpoint writer listens on {options.socket}\n")
+        sys.exit(2)
+    with asyncio.Runner() as runner:
+        runner.run(_run(listener))
+        options.socket.unlink(missing_ok=True)
+        sys.stderr.flush()
+        os._exit(0)  # a thread that hangs in storage must not hold the process
+
+
+def _listen(path: Path) -> socket.socket | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.connect(str(path))
+        return None
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+async def _run(listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ending = asyncio.Event()
+    abrupt = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    lifeline = os.environ.get("REGROW_LIFELINE")
+    if lifeline:
+        loop.add_reader(int(lifeline), lambda: (abrupt.set(), ending.set(), loop.remove_reader(int(lifeline))))
+    writer = Writer()
+    accepting = asyncio.create_task(_accept(listener, writer))
+    log.info("writer ready pid=%d", os.getpid())
+    await ending.wait()
+    accepting.cancel()
+    listener.close()
+    if not abrupt.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(writer.drain(), GRACE_SECONDS)
+
+
+async def _accept(listener: socket.socket, writer: Writer) -> None:
+    loop = asyncio.get_running_loop()
+    clients: set[asyncio.Task[None]] = set()
+    while True:
+        sock, _ = await loop.sock_accept(listener)
+        task = asyncio.create_task(_serve(ServerChannel(sock), writer))
+        clients.add(task)
+        task.add_done_callback(clients.discard)
+
+
+async def _serve(channel: ServerChannel, writer: Writer) -> None:
+    """Serve a client; the end of its process ends it, even where a child of it holds the socket open."""
+    loop = asyncio.get_running_loop()
+    try:
+        handle = os.pidfd_open(channel.peer_pid())
+    except OSError:
+        await channel.close()
+        return
+    loop.add_reader(handle, channel.shut)
+    try:
+        await writer.serve(channel)
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+if __name__ == "__main__":
+    main()
