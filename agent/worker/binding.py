@@ -8,9 +8,11 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from regrow import wire
+from regrow.agent.worker.digest import Digester
 from regrow.agent.worker.failure import EXIT_RESTORE_FAILED
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.steps import StepLoop
+from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
 from regrow.errors import RegrowError
 
 if TYPE_CHECKING:
@@ -89,12 +91,22 @@ class BoundState:
         raise SystemExit(EXIT_RESTORE_FAILED) from error
 
 
-def bind(run: Run, loop: StepLoop, link: AgentLink, model: Any, optimizer: Any, **options: Any) -> BoundState:
-    """Make the TrainState of this run and let the step loop save it."""
-    digest_every = options.pop("digest_every")
-    del digest_every
+def bind(run: Run, loop: StepLoop, link: AgentLink, model: Any, optimizer: Any, *, digest_every: int, **options: Any) -> BoundState:
+    """Make the TrainState of this run, let the step loop save it, and watch it."""
+    modules: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+    optimizers: list[Any] = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    watch_state(run, loop, modules, optimizers, digest_every)
     inner: TrainStateLike = importlib.import_module("regrow.ckpt.state").TrainState(
         model=model, optimizer=optimizer, run=run.environment, **options
     )
     loop.keeper = inner
     return BoundState(run, loop, link, inner)
+
+
+def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[Any], digest_every: int) -> None:
+    """Digest and check at rest by hooks of the first optimizer; tell chaos where the tensors are."""
+    loop.faults.bind(lambda: named_parameters(modules), lambda: named_optimizer_state(modules, optimizers))
+    digester = Digester(digest_key(run.environment.job, run.seed))
+    loop.watch = StateWatch(modules, optimizers, digester, loop.faults, digest_every)
+    if optimizers and hasattr(optimizers[0], "register_step_pre_hook"):
+        optimizers[0].register_step_pre_hook(lambda *_: loop.before_update())

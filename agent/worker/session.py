@@ -32,6 +32,7 @@ from regrow.agent.progress import ProgressWriter, parse_location
 from regrow.agent.worker import environment as environments
 from regrow.agent.worker import failure
 from regrow.agent.worker.cadence import Cadence
+from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.control import ControlVector, group_all_reduce
 from regrow.agent.worker.data import BatchPlan, Recipe
 from regrow.agent.worker.environment import Defaults, WorkerEnvironment
@@ -279,6 +280,10 @@ class Run:
         """Mark that this rank's own compute of the step is done and synchronisation follows: straggler detection reads it."""
         self._loop.computed()
 
+    def before_update(self) -> None:
+        """The optimizer is about to write. Called by itself for torch optimizers given to `train_state`; others call it."""
+        self._loop.before_update()
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Publish that this rank is in phase `name` ("eval", ...), which has a time limit of its own."""
@@ -331,7 +336,8 @@ def attach(
     progress = ProgressWriter(*parse_location(environment.progress), generation=environment.generation) if environment.progress else None
     greeting = wire.WorkerHello(job=environment.job, generation=environment.generation, rank=environment.rank, pid=os.getpid(), level=level)
     link = AgentLink(environment.socket, greeting)
-    loop = StepLoop(environment, link, progress, Cadence(environment.job_spec.checkpoint, environment.spec))
+    faults = Faults(enabled=environment.chaos, rank=environment.rank)
+    loop = StepLoop(environment, link, progress, Cadence(environment.job_spec.checkpoint, environment.spec), faults)
     failure.UncaughtHook(lambda error: _last_words(error, environment, loop, link))
     if environment.progress:
         failure.register_stacks(Path(parse_location(environment.progress)[0]).parent, environment.rank)

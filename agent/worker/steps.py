@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -17,6 +17,9 @@ from regrow.agent.worker.control import ControlVector, Words
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.link import AgentLink
 from regrow.errors import ConfigurationError, OperationalError
+
+if TYPE_CHECKING:
+    from regrow.agent.worker.chaos import Faults
 
 _log = logging.getLogger("regrow.worker")
 
@@ -47,6 +50,10 @@ class Keeper(Protocol):
 class Watch(Protocol):
     """What looks at the state around an update: digest, at-rest check, chaos."""
 
+    def before_update(self) -> None:
+        """Gradients are ready, nothing is written yet: the check at rest."""
+        ...
+
     def applied(self, step: int) -> str:
         """After the update of `step`: the digest as hex, empty when none is due."""
         ...
@@ -58,6 +65,9 @@ class Watch(Protocol):
 
 class NoWatch:
     """Looks at nothing."""
+
+    def before_update(self) -> None:
+        """No check."""
 
     def applied(self, step: int) -> str:
         """No digest."""
@@ -87,7 +97,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 class StepLoop:
     """Position of this rank in the job, and the boundary after each step."""
 
-    def __init__(self, environment: WorkerEnvironment, link: AgentLink, progress: ProgressWriter | None, cadence: Cadence) -> None:
+    def __init__(
+        self, environment: WorkerEnvironment, link: AgentLink, progress: ProgressWriter | None, cadence: Cadence, faults: Faults
+    ) -> None:
         self._environment = environment
         self._link = link
         self._progress = progress
@@ -96,7 +108,7 @@ class StepLoop:
         self._cost_us = 0
         self.keeper: Keeper | None = None
         self.watch: Watch = NoWatch()
-        self.on_inject: list[Any] = []
+        self.faults = faults
         self.step = 0
         self.samples = 0
         self.started = 0
@@ -112,6 +124,7 @@ class StepLoop:
         self._began = time.perf_counter()
         self._began_cpu = time.process_time()
         self._computed: float | None = None
+        self._synced_step = 0
         self._last_exchange = (0, time.perf_counter())
 
     # --- position ---------------------------------------------------------------------------------------------
@@ -136,6 +149,7 @@ class StepLoop:
         """Publish the phase that this rank is in."""
         if self._progress is not None:
             self._progress.publish(phase=name)
+        self.faults.entered(name, self.started)
 
     @property
     def current_phase(self) -> str:
@@ -172,11 +186,23 @@ class StepLoop:
         self.started = step
         self._began, self._began_cpu, self._computed = time.perf_counter(), time.process_time(), None
         if self._progress is not None:
-            self._progress.publish(phase="step" if self._num_applied else "first_step", started_step=step)
+            self._progress.publish(started_step=step)
+        self.phase("step" if self._num_applied else "first_step")
 
     def computed(self) -> None:
         """Own compute of this step is done, synchronisation follows."""
+        self._before_sync()
         self._computed = time.perf_counter() - self._began
+
+    def before_update(self) -> None:
+        """The optimizer is about to write. Safe to call more than once a step."""
+        self._before_sync()
+        self.watch.before_update()
+
+    def _before_sync(self) -> None:
+        if self._synced_step != self.started:
+            self._synced_step = self.started
+            self.faults.before_sync(self.started, time.perf_counter() - self._began)
 
     def complete(self, step: int, measures: Measures) -> None:
         """The boundary after `step`: the update is applied."""
@@ -192,6 +218,7 @@ class StepLoop:
         if self._progress is not None:
             self._progress.publish(applied_step=step)
         self._cadence.stepped(seconds)
+        self._hear()
         self._report(step, measures, seconds)
         self._boundary(step, measures)
         self._num_applied += 1
@@ -228,7 +255,6 @@ class StepLoop:
         last = step == self.total
         if not last and not self._control.due(step):
             return
-        self._hear()
         agreed = self._control.agreed()
         wait = last or bool(agreed.stop)
         if agreed.save or wait:
@@ -243,7 +269,7 @@ class StepLoop:
             self.request(save=order.save or order.stop_after_save, stop=order.stop_after_save)
             self._cadence.ordered(order)
             if order.inject:
-                self.on_inject.append(order.inject)
+                self.faults.accept(order.inject)
 
     def _words(self, step: int) -> Words:
         keeper = self.keeper

@@ -1,0 +1,219 @@
+"""Real ranks on gloo: processes that run a small script, a TCPStore of their own, and an agent that is a Unix socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from regrow import wire
+from regrow.ids import MeshShape
+from regrow.parallel.batch import split
+
+LIMIT = 90.0
+"""The one generous deadline of a wait, seconds."""
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def wait_for(condition: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
+    end = time.monotonic() + limit
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {limit} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+class FakeAgent:
+    """Listens where an agent would, keeps every line of every rank, sends orders. Can die and come back."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lines: list[Any] = []
+        self._connections: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(16)
+        self._spawn(self._accept, self._listener)
+
+    def stop(self) -> None:
+        """Close everything, as a killed agent does."""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        with self._lock:
+            connections = list(self._connections.values())
+            self._connections.clear()
+        for connection in connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+        for thread in self._threads:
+            thread.join(10)
+        self._threads.clear()
+
+    def send(self, rank: int, **order: Any) -> None:
+        wait_for(lambda: rank in self._connections, f"rank {rank} connects")
+        self._connections[rank].sendall(wire.encode(wire.Control(**order)))
+
+    def of(self, kind: type, rank: int | None = None) -> list[Any]:
+        with self._lock:
+            return [line for line in self.lines if isinstance(line, kind) and rank in (None, line.rank)]
+
+    def steps(self, rank: int) -> list[int]:
+        return [line.step for line in self.of(wire.StepReport, rank)]
+
+    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            self._spawn(self._read, connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as stream:
+            for data in stream:
+                message = wire.decode(data, wire.FromWorker)
+                with self._lock:
+                    self.lines.append(message)
+                    if isinstance(message, wire.WorkerHello):
+                        self._connections[message.rank] = connection
+
+
+class World:
+    """A generation of ranks that run one script of tests/worker/scripts. `wait` gives what each wrote as JSON."""
+
+    def __init__(self, folder: Path, agent: FakeAgent) -> None:
+        self.folder = folder
+        self.agent = agent
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._store: Any = None
+
+    def start(
+        self,
+        script: str,
+        *,
+        mesh: str = "",
+        world_size: int = 1,
+        generation: int = 1,
+        env: dict[str, str] | None = None,
+        restore: wire.RestorePoint | None = None,
+        policy: wire.CheckpointPolicy | None = None,
+        batch: tuple[int, int] = (12, 2),
+        supervised: bool = True,
+    ) -> World:
+        import torch.distributed as dist
+
+        shape = MeshShape.parse(mesh) if mesh else MeshShape(dp=world_size)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if shape.world_size > 1 else None
+        folder = self.folder / f"g{generation}"
+        folder.mkdir(exist_ok=True)
+        spec = wire.GenerationSpec(
+            job="toy",
+            epoch=1,
+            generation=generation,
+            mesh=shape,
+            world_size=shape.world_size,
+            nodes=("a",),
+            global_batch=batch[0],
+            micro_batch=batch[1],
+            micro_batches=split(*batch, shape.dp),
+            restore=restore,
+        )
+        job = wire.JobSpec(job="toy", argv=(script,), seed=11, checkpoint=policy or wire.CheckpointPolicy(path=str(self.folder / "ckpt")))
+        (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+        (folder / "job.json").write_bytes(msgspec.json.encode(job))
+        self.processes = [
+            self._spawn(script, folder, rank, spec, supervised=supervised, extra=env or {}) for rank in range(shape.world_size)
+        ]
+        return self
+
+    def _spawn(
+        self, script: str, folder: Path, rank: int, spec: wire.GenerationSpec, *, supervised: bool, extra: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("REGROW_", "TORCHELASTIC_"))},
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(spec.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.world_size),
+            "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}.json"),
+            "OUTPUT": str(folder / f"output-{rank}.json"),
+        }
+        if self._store is not None:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        if supervised:
+            env |= {
+                "REGROW_JOB": "toy",
+                "REGROW_NODE": "a",
+                "REGROW_GENERATION": str(spec.generation),
+                "REGROW_SOCKET": self.agent.path,
+                "REGROW_PROGRESS": f"{folder / 'progress'}:{rank}",
+                "REGROW_SPEC": str(folder / "spec.json"),
+                "REGROW_JOB_SPEC": str(folder / "job.json"),
+            }
+        log = (folder / f"rank{rank}.out").open("wb")
+        with log:
+            return subprocess.Popen([sys.executable, str(SCRIPTS / script)], env=env | extra, stdout=log, stderr=log, cwd=folder)
+
+    def codes(self, limit: float = LIMIT) -> list[int]:
+        """Exit codes, all within one deadline."""
+        end = time.monotonic() + limit
+        return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+
+    def wait(self, *, generation: int = 1) -> list[Any]:
+        """All ranks end with 0; what they wrote, by rank."""
+        codes = self.codes()
+        assert set(codes) == {0}, "\n".join(f"rank {rank} code {code}: {self.log(rank, generation)}" for rank, code in enumerate(codes))
+        return [json.loads((self.folder / f"g{generation}" / f"output-{rank}.json").read_text()) for rank in range(len(codes))]
+
+    def log(self, rank: int, generation: int = 1) -> str:
+        return (self.folder / f"g{generation}" / f"rank{rank}.out").read_text()
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait(10)
+        self._store = None
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[FakeAgent]:
+    fake = FakeAgent(str(tmp_path / "a.sock"))
+    fake.start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def world(tmp_path: Path, agent: FakeAgent) -> Iterator[World]:
+    made = World(tmp_path, agent)
+    yield made
+    made.close()
