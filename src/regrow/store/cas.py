@@ -78,7 +78,8 @@ async def guarded(
         current = items[0] if items else None
         if result.succeeded:
             return CasResult(won=True, current=current)
-        ours = uncertain and current is not None and current.value == value and current.mod_revision != expected
+        ours = uncertain and current is not None and (current.value, current.lease) == (write.value, write.lease)
+        ours = ours and current is not None and current.mod_revision != expected
         return CasResult(won=ours, current=current)
 
 
