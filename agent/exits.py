@@ -1,0 +1,92 @@
+"""How a worker ended: the kernel's word, torch elastic's error file, the last traceback, evidence of an OOM kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from regrow.agent import logs
+from regrow.agent.progress import Progress
+from regrow.agent.protocol import WorkerState
+from regrow.wire import WorkerExit
+
+
+def describe(
+    worker: WorkerState, *, error_file: Path | None = None, progress: Progress | None = None, oom_killed: bool = False
+) -> WorkerExit:
+    """Everything that this host can say about an end.
+
+    Args:
+        worker: with its wait status.
+        error_file: TORCHELASTIC_ERROR_FILE of the worker.
+        progress: its last progress word.
+        oom_killed: the host's count of OOM kills went up during the generation; believed only with signal 9.
+    """
+    status = worker.status if worker.status is not None else 9
+    code = os.waitstatus_to_exitcode(status)
+    signal = -code if code < 0 else 0
+    error = ""
+    if not worker.torn_down and code != 0:
+        error = (read_error_file(error_file) if error_file else "") or logs.last_traceback(logs.tail(worker.log))
+    word = progress if progress is not None and progress.sequence else None
+    return WorkerExit(
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        pid=worker.pid,
+        exit_code=max(code, 0),
+        signal=signal,
+        declared_end=word is not None and word.phase == "finished",
+        torn_down=worker.torn_down,
+        error=error,
+        oom_killed=oom_killed and signal == 9 and not worker.torn_down,
+        last_step=word.applied_step if word is not None else -1,
+    )
+
+
+def lost_with_shim(worker: WorkerState, reason: str, progress: Progress | None) -> WorkerExit:
+    """A worker whose parent died: it died with it, and nobody read its status."""
+    found = describe(msgspec.structs.replace(worker, status=9), progress=progress)
+    return msgspec.structs.replace(found, error=f"{reason}; its workers died with it", torn_down=worker.torn_down)
+
+
+def read_error_file(path: Path) -> str:
+    """The text of torch elastic's error file: traceback when there is one, else its message; empty when unreadable."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        message = document["message"]
+        if isinstance(message, str):
+            return logs.cut(message)
+        trace = message.get("extraInfo", {}).get("py_callstack", "")
+        return logs.cut(str(trace or message.get("message", "")))
+    except (OSError, ValueError, KeyError, AttributeError):
+        return ""
+
+
+def num_oom_kills() -> int:
+    """OOM kills counted by this process's memory cgroup (v2, then v1); 0 where they cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                count = _field(Path(f"/sys/fs/cgroup{path}/memory.events"), "oom_kill")
+            elif "memory" in controllers.split(","):
+                count = _field(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"), "oom_kill")
+            else:
+                continue
+            if count is not None:
+                return count
+    return _field(Path("/proc/vmstat"), "oom_kill") or 0
+
+
+def _field(path: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return None
