@@ -291,3 +291,30 @@ def check_recompute(name: str) -> str:
     if name not in RECOMPUTE:
         raise ConfigurationError(f"unknown recomputation {name!r}", where="--recompute", hint=f"one of {', '.join(RECOMPUTE)}")
     return name
+
+
+def lecture_table(gpus: int, memory_bytes: float) -> list[dict[str, float | str | bool]]:
+    """The seed's table of largest models (8 x A100-80): what its printed bytes per parameter give, beside what it prints.
+
+    Bytes "5" and "2 + 10/8" leave out parts of the 16; the printed ZeRO-1 row does not follow from its own 5 bytes, and
+    6.6 for the baseline means 12 bytes, not 16. Report formulas, never the table.
+    """
+    rows = (
+        ("baseline", "16", 16.0, 6.6),
+        ("zero1", "5", 5.0, 6.6),
+        ("zero2", "2+10/k", 2 + 10 / gpus, 24.6),
+        ("zero3", "12/k", 12 / gpus, 53.3),
+    )
+    made: list[dict[str, float | str | bool]] = []
+    for name, formula, size, printed in rows:
+        billion = memory_bytes / size / 1e9
+        row: dict[str, float | str | bool] = {
+            "row": name,
+            "printed_formula": formula,
+            "bytes_per_parameter": size,
+            "from_printed_formula_billion": billion,
+        }
+        if gpus == 8 and abs(memory_bytes - 80e9) < 1e6:
+            row |= {"printed_billion": printed, "follows_from_its_formula": abs(billion / printed - 1.0) < 0.01}
+        made.append(row)
+    return made

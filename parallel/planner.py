@@ -1,7 +1,307 @@
-"""The planner's public face: `choose_mesh` for a running job."""
+"""Finds the meshes that a model, an inventory and a batch allow, prices them, and says why the others are out.
+
+The search is exhaustive over TP x PP x CP x EP x micro-batch x ZeRO x recomputation with two cuts that cannot lose the
+best: a number of stages that does not lower the fullest stage, and settings that cost more than one that already fits.
+"""
 
 from __future__ import annotations
 
-from regrow.parallel.elastic import MeshChoice, choose_mesh
+from collections.abc import Iterator
 
-__all__ = ["MeshChoice", "choose_mesh"]
+import msgspec
+
+from regrow.errors import ConfigurationError
+from regrow.ids import MeshShape
+from regrow.parallel import batch, cost, legal, memory, pipeline
+from regrow.parallel.cost import Constants
+from regrow.parallel.elastic import MeshChoice, choose_mesh
+from regrow.parallel.inventory import Inventory
+from regrow.parallel.memory import Recipe, Setup, Usage
+from regrow.parallel.mesh import layers_per_stage
+from regrow.parallel.shape import Model
+
+__all__ = ["MeshChoice", "Plan", "Rejection", "Request", "Result", "choose_mesh", "plan"]
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_LONG_SEQUENCE = 32768
+"""From here on CP is tried without being asked for."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of the planner. None: the planner chooses."""
+
+    model: Model
+    inventory: Inventory
+    global_batch: int
+    micro_batch: tuple[int, ...] = ()
+    """Allowed micro-batches; empty: powers of two up to 16."""
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    schedule: str = "1f1b"
+    virtual: int = 1
+    recompute: str | None = None
+    recipe: Recipe = memory.RECIPES["mixed"]
+    offload: str = "none"
+    hsdp_shard: int = 0
+    equal_replicas: bool = False
+    sequence_parallel: bool = True
+    replicate_kv: bool = False
+    context_bytes: float = memory.CONTEXT_BYTES
+    fragmentation: float = memory.FRAGMENTATION
+    constants: Constants = Constants()
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One legal plan with its price. Bytes a GPU of the fullest stage, seconds a step."""
+
+    mesh: MeshShape
+    zero_stage: int
+    micro_batch: int
+    micro_batches: tuple[int, ...]
+    layers_per_stage: tuple[int, ...]
+    setup: Setup
+    usage: Usage
+    times: cost.Times | None
+    """None: only a parameter count is known."""
+    step_seconds: float
+    bubble_fraction: float
+    gpus_used: int
+    gpus_idle: int
+    reason: str = ""
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """A mesh that is out, and why."""
+
+    mesh: MeshShape
+    reason: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Plans in ascending order of step time."""
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejection, ...]
+
+    @property
+    def best(self) -> Plan | None:
+        """The cheapest, if there is one."""
+        return self.plans[0] if self.plans else None
+
+
+def plan(request: Request, *, most: int = 10) -> Result:
+    """The best `most` plans and the reasons against the rest.
+
+    Raises:
+        ConfigurationError: nonsense in the request, before anything is searched.
+    """
+    check(request)
+    found: list[Plan] = []
+    rejected: dict[tuple[MeshShape, str], Rejection] = {}
+    for mesh, micro in candidates(request):
+        made = judge(request, mesh, micro)
+        if isinstance(made, Plan):
+            found.append(made)
+        else:
+            rejected.setdefault((mesh, made), Rejection(mesh=mesh, reason=made))
+    found.sort(key=lambda each: (each.step_seconds, each.gpus_used, each.usage.total))
+    kept = _distinct(found, most)
+    if kept:
+        kept[0] = msgspec.structs.replace(kept[0], reason=_why_best(kept, len(found)))
+    return Result(plans=tuple(kept), rejected=tuple(rejected.values()))
+
+
+def check(request: Request) -> None:
+    """Refuse what no mesh could mend.
+
+    Raises:
+        ConfigurationError: with flag, value and nearest values that work.
+    """
+    for name in ("dp", "tp", "pp", "cp", "ep"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name.upper()} is {value}", where=f"--{name}", hint="an axis has at least size 1")
+    if request.zero is not None and not 0 <= request.zero <= 3:
+        raise ConfigurationError(f"ZeRO stage {request.zero}", where="--zero", hint="0 (DDP), 1, 2 or 3 (FSDP)")
+    if request.global_batch < 1:
+        raise ConfigurationError(f"global batch {request.global_batch}", where="--global-batch", hint="give at least 1 sample")
+    if request.virtual < 1:
+        raise ConfigurationError(f"{request.virtual} virtual stages", where="--virtual", hint="give at least 1")
+    fitting = [micro for micro in request.micro_batch if micro >= 1 and request.global_batch % micro == 0]
+    if request.micro_batch and not fitting:
+        batch.num_micro_batches(request.global_batch, request.micro_batch[0])
+
+
+def candidates(request: Request) -> Iterator[tuple[MeshShape, int]]:
+    """Meshes and micro-batches to judge. DP is as large as nodes and batch allow, where it is not forced."""
+    model, inventory = request.model, request.inventory
+    micros = [micro for micro in request.micro_batch or _MICRO_BATCHES if request.global_batch % micro == 0]
+    widest = min(inventory.gpus, inventory.nvlink_gpus)
+    for tp in [request.tp] if request.tp else range(1, widest + 1) if model.known else legal.axis_sizes(model, widest):
+        groups = inventory.tp_groups(tp)
+        for cp in [request.cp] if request.cp else _context_sizes(model, groups):
+            problem = legal.shape_problem(
+                model, MeshShape(tp=tp, cp=cp), sequence_parallel=request.sequence_parallel, replicate_kv=request.replicate_kv
+            )
+            stages = [request.pp] if request.pp else legal.stage_sizes(model.layers, groups // cp) if not problem else [1]
+            for pp in stages or [1]:
+                for ep in [request.ep] if request.ep else _expert_sizes(model) if not problem else [1]:
+                    for micro in micros if not problem else micros[:1]:
+                        dp = request.dp or _widest_dp(request, groups // (pp * cp), micro, tp * cp, ep)
+                        yield MeshShape(dp=max(1, dp), tp=tp, pp=pp, cp=cp, ep=ep), micro
+
+
+def _context_sizes(model: Model, groups: int) -> list[int]:
+    if model.seq < _LONG_SEQUENCE:
+        return [1]
+    return [size for size in (1, 2, 4, 8, 16, 32) if size <= max(1, groups) and model.seq % (2 * size) == 0]
+
+
+def _expert_sizes(model: Model) -> list[int]:
+    if not model.experts:
+        return [1]
+    return [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if model.experts % size == 0]
+
+
+def _widest_dp(request: Request, replicas: int, micro: int, inner: int, ep: int) -> int:
+    most = min(replicas, request.global_batch // micro)
+    if request.equal_replicas and most:
+        most = batch.largest_equal_dp(request.global_batch, micro, most)
+    while most > 1 and (most * inner) % ep:
+        most -= 1
+        if request.equal_replicas:
+            most = batch.largest_equal_dp(request.global_batch, micro, most)
+    return most
+
+
+def judge(request: Request, mesh: MeshShape, micro: int) -> Plan | str:
+    """The cheapest plan on one mesh with one micro-batch, or why there is none."""
+    problem = _problem(request, mesh)
+    if problem:
+        return problem
+    try:
+        counts = batch.split(request.global_batch, micro, mesh.dp)
+    except ConfigurationError as error:
+        return error.what
+    if request.equal_replicas and counts[0] != counts[-1]:
+        return f"global batch {request.global_batch} in micro-batches of {micro} is not a multiple of DP {mesh.dp} (--equal-replicas)"
+    layers = layers_per_stage(request.model.layers, mesh.pp) if request.model.layers else ()
+    problem = pipeline.problem(request.schedule, mesh.pp, request.virtual, request.model.layers, counts)
+    if problem:
+        return problem
+    return _cheapest_setting(request, mesh, micro, counts, layers)
+
+
+def _problem(request: Request, mesh: MeshShape) -> str:
+    return legal.shape_problem(
+        request.model, mesh, sequence_parallel=request.sequence_parallel, replicate_kv=request.replicate_kv
+    ) or legal.world_problem(request.inventory, mesh, tp_asked=request.tp is not None)
+
+
+def _cheapest_setting(request: Request, mesh: MeshShape, micro: int, counts: tuple[int, ...], layers: tuple[int, ...]) -> Plan | str:
+    levels = (request.recompute,) if request.recompute else ("flash", "selective", "full")
+    ranks = mesh.dp * mesh.cp
+    stages = (request.zero,) if request.zero is not None else (1, 2, 3) if ranks > 1 else (0,)
+    base = setup_of(request, mesh, micro, counts[0])
+    best: Plan | None = None
+    least: Usage | None = None
+    for recompute in levels:
+        for zero in stages:
+            setup = msgspec.structs.replace(base, zero=zero, recompute=recompute)
+            used = memory.usage(request.model, layers, setup)
+            if least is None or used.total < least.total:
+                least = used
+            if used.total > request.inventory.gpu_memory_bytes:
+                continue
+            made = _price(request, mesh, counts, layers, setup, used)
+            if best is None or made.step_seconds < best.step_seconds:
+                best = made
+            break
+        if best is not None and best.zero_stage == stages[0]:
+            break  # More recomputation costs more and could only lower a ZeRO stage that is the lowest already.
+    if best is not None:
+        return best
+    assert least is not None
+    return _does_not_fit(request, least)
+
+
+def setup_of(request: Request, mesh: MeshShape, micro: int, count: int) -> Setup:
+    """The memory setup of a mesh with the request's settings; ZeRO stage and recomputation at their defaults."""
+    return Setup(
+        dp=mesh.dp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        hsdp_shard=request.hsdp_shard,
+        micro_batch=micro,
+        micro_batches=count,
+        schedule=request.schedule,
+        virtual=request.virtual,
+        sequence_parallel=request.sequence_parallel,
+        recipe=request.recipe,
+        offload=request.offload,
+        context_bytes=request.context_bytes,
+        fragmentation=request.fragmentation,
+    )
+
+
+def _does_not_fit(request: Request, least: Usage) -> str:
+    capacity = request.inventory.gpu_memory_bytes
+    state = least.weights + least.gradients + least.optimizer
+    parts = f"state {state / 1e9:.1f}, activations {least.activations / 1e9:.1f}, buffers {least.buffers / 1e9:.1f}"
+    return f"needs at least {least.total / 1e9:.1f} GB a GPU ({parts}), {capacity / 1e9:g} GB are there"
+
+
+def _price(request: Request, mesh: MeshShape, counts: tuple[int, ...], layers: tuple[int, ...], setup: Setup, used: Usage) -> Plan:
+    model, inventory = request.model, request.inventory
+    times = None
+    if model.known:
+        times = cost.step_times(model, layers, setup, inventory, request.global_batch, request.constants)
+        seconds = times.step
+    else:
+        seconds = cost.params_only_seconds(model.params, setup, inventory, request.global_batch, model.seq, request.constants)
+    return Plan(
+        mesh=mesh,
+        zero_stage=setup.zero,
+        micro_batch=setup.micro_batch,
+        micro_batches=counts,
+        layers_per_stage=layers,
+        setup=setup,
+        usage=used,
+        times=times,
+        step_seconds=seconds,
+        bubble_fraction=pipeline.bubble_fraction(request.schedule, mesh.pp, counts[0], request.virtual),
+        gpus_used=mesh.world_size,
+        gpus_idle=inventory.gpus - mesh.world_size,
+    )
+
+
+def _distinct(found: list[Plan], most: int) -> list[Plan]:
+    kept: dict[MeshShape, Plan] = {}
+    for each in found:
+        kept.setdefault(each.mesh, each)
+        if len(kept) == most:
+            break
+    return list(kept.values())
+
+
+def _why_best(kept: list[Plan], judged: int) -> str:
+    best = kept[0]
+    text = f"shortest step of {judged} plans that fit" if judged > 1 else "the mesh that was asked for fits"
+    if len(kept) > 1:
+        second = kept[1]
+        text += f"; the next, {second.mesh}, takes {second.step_seconds / best.step_seconds - 1.0:+.1%}"
+    if best.micro_batches[0] != best.micro_batches[-1]:
+        many = sum(1 for count in best.micro_batches if count == best.micro_batches[0])
+        text += f"; {many} replicas run {best.micro_batches[0]} micro-batches, the others {best.micro_batches[-1]}: the global batch stays exact"
+        spare = best.mesh.dp - -(-sum(best.micro_batches) // best.micro_batches[0])
+        if spare > 0:
+            text += f"; {spare} replicas fewer would take as long"
+    if best.gpus_idle:
+        text += f"; {best.gpus_idle} GPUs idle"
+    return text

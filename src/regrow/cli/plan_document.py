@@ -1,0 +1,152 @@
+"""The planner's answer as plain data: the JSON that design.md promises, and more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from regrow.ids import MeshShape
+from regrow.parallel import cost, memory, pipeline, shape
+from regrow.parallel.inventory import Inventory
+from regrow.parallel.planner import Plan, Request, Result
+from regrow.parallel.traffic import traffic
+
+_MOST_REJECTED = 100
+
+
+def document(request: Request, result: Result, notes: list[str]) -> dict[str, Any]:
+    """The whole answer of one planning."""
+    best = result.best
+    return {
+        "inventory": inventory(request.inventory),
+        "model": model(request.model),
+        "best": plan(request, best) if best else None,
+        "plans": [plan(request, each) for each in result.plans],
+        "rejected": [{"mesh": mesh(each.mesh), "reason": each.reason} for each in result.rejected[:_MOST_REJECTED]],
+        "rejected_count": len(result.rejected),
+        "largest_model": largest(request.inventory, request.recipe),
+        "notes": notes,
+    }
+
+
+def inventory(there: Inventory) -> dict[str, Any]:
+    """Node and GPU counts; uneven nodes are listed."""
+    sizes = [node.gpus for node in there.nodes]
+    return {
+        "nodes": len(there.nodes),
+        "gpus_per_node": there.gpus_per_node,
+        "gpus": there.gpus,
+        "gpu_type": there.device.name,
+        "gpu_memory_bytes": there.gpu_memory_bytes,
+        "nvlink_gpus": there.nvlink_gpus,
+        "uneven": sizes if len(set(sizes)) > 1 else [],
+    }
+
+
+def model(described: shape.Model) -> dict[str, Any]:
+    """The model as it was understood."""
+    parts = shape.counts(described)
+    known = {name: value for name, value in msgspec.to_builtins(described).items() if value}
+    return known | {"params": parts.total, "params_from_shape": shape.counted(described) or None, "active_params": parts.active}
+
+
+def mesh(one: MeshShape) -> dict[str, int]:
+    """Axis sizes."""
+    return {name: getattr(one, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+
+
+def plan(request: Request, made: Plan) -> dict[str, Any]:
+    """One PLAN of the contract, with details."""
+    used, setup = made.usage, made.setup
+    moved = traffic(request.model, made.layers_per_stage, setup)
+    most = made.micro_batches[0]
+    return {
+        "mesh": mesh(made.mesh),
+        "zero_stage": made.zero_stage,
+        "micro_batch": made.micro_batch,
+        "accumulation": most,
+        "micro_batches": list(made.micro_batches),
+        "global_batch": request.global_batch,
+        "layers_per_stage": list(made.layers_per_stage),
+        "memory_bytes": {
+            "weights": used.weights,
+            "gradients": used.gradients,
+            "optimizer": used.optimizer,
+            "activations": used.activations,
+            "buffers": used.buffers,
+            "total": used.total,
+        },
+        "memory_detail": {"fullest_stage": used.stage, "buffers": used.parts, "host_bytes": used.host, "recipe": setup.recipe.name}
+        | _activation(request, made),
+        "bubble_fraction": made.bubble_fraction,
+        "bubble_ratio": pipeline.bubble_ratio(setup.schedule, setup.pp, most, setup.virtual),
+        "schedule": setup.schedule,
+        "virtual_stages": setup.virtual,
+        "recompute": setup.recompute,
+        "sequence_parallel": setup.sequence_parallel and setup.tp > 1,
+        "comm_bytes": {"dp": moved.dp, "tp": moved.tp, "pp": moved.pp, "cp": moved.cp, "ep": moved.ep},
+        "comm_detail": moved.detail,
+        "step_seconds": made.step_seconds,
+        "gpus_used": made.gpus_used,
+        "gpus_idle": made.gpus_idle,
+        "reason": made.reason,
+    } | _times(request, made)
+
+
+def _activation(request: Request, made: Plan) -> dict[str, Any]:
+    if not request.model.known:
+        return {}
+    setup = made.setup
+
+    def one(recompute: str, *, tp: int = 1, sequence_parallel: bool = False) -> float:
+        return memory.activation_per_layer(
+            request.model, setup.micro_batch, recompute, tp=tp, cp=setup.cp, sequence_parallel=sequence_parallel
+        )
+
+    return {
+        "activation_per_layer_bytes": {
+            "whole": {level: one(level) for level in memory.RECOMPUTE},
+            "tp_only": {level: one(level, tp=setup.tp) for level in memory.RECOMPUTE},
+            "tp_and_sequence_parallel": {level: one(level, tp=setup.tp, sequence_parallel=True) for level in memory.RECOMPUTE},
+        },
+        "micro_batches_in_flight": pipeline.in_flight(setup.schedule, setup.pp, setup.micro_batches, setup.virtual, used_stage(made)),
+    }
+
+
+def used_stage(made: Plan) -> int:
+    """The stage whose memory is reported."""
+    return made.usage.stage
+
+
+def _times(request: Request, made: Plan) -> dict[str, Any]:
+    times = made.times
+    if times is None:
+        return {}
+    seq = request.model.seq
+    return {
+        "seconds": {
+            name: getattr(times, name) for name in ("compute", "bubble", "tp", "ep", "cp", "pp", "dp", "optimizer", "overhead", "dp_hidden")
+        },
+        "mfu": times.mfu,
+        "efficiency": times.efficiency,
+        "tokens_per_second": request.global_batch * seq / times.step,
+        "wall": msgspec.to_builtins(cost.wall(times, made.usage.total, request.inventory.gpu_memory_bytes, made.setup)),
+    }
+
+
+def largest(there: Inventory, recipe: memory.Recipe) -> dict[str, Any]:
+    """The largest model whose state alone fits, per ZeRO stage over all GPUs, by formula; and a lecture's printed table."""
+    made = {
+        ("ddp", "zero1", "zero2", "zero3")[zero]: {
+            "bytes_per_parameter": memory.bytes_per_parameter(there.gpus, zero, recipe),
+            "billion": memory.largest_model(there.gpu_memory_bytes, there.gpus, zero, recipe) / 1e9,
+        }
+        for zero in range(4)
+    }
+    return {
+        "recipe": recipe.name,
+        "gpus": there.gpus,
+        "by_formula": made,
+        "lecture": memory.lecture_table(there.gpus, there.gpu_memory_bytes),
+    }

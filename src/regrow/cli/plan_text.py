@@ -1,0 +1,106 @@
+"""The planner's answer for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Document = dict[str, Any]
+
+
+def show(document: Document) -> None:
+    """Print best plan, alternatives and reasons."""
+    console = Console(highlight=False)
+    there, described = document["inventory"], document["model"]
+    sizes = f" ({', '.join(map(str, there['uneven']))} GPUs)" if there["uneven"] else ""
+    console.print(
+        f"{described['params'] / 1e9:.4g}B parameters on {there['gpus']} x {there['gpu_type']}"
+        f" ({there['gpu_memory_bytes'] / 1e9:g} GB) in {there['nodes']} nodes{sizes}"
+    )
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    best = document["best"]
+    if best is None:
+        console.print("no legal plan:")
+    else:
+        _best(console, best)
+        if len(document["plans"]) > 1:
+            console.print(_table(document["plans"]))
+    _rejected(console, document, most=20 if best is None else 5)
+
+
+def name(mesh: Document) -> str:
+    """DP x TP x PP, with CP and EP where they are used."""
+    text = f"DP {mesh['dp']} x TP {mesh['tp']} x PP {mesh['pp']}"
+    text += f" x CP {mesh['cp']}" if mesh["cp"] > 1 else ""
+    return text + (f", EP {mesh['ep']}" if mesh["ep"] > 1 else "")
+
+
+def _best(console: Console, best: Document) -> None:
+    console.print(f"\nbest: [bold]{name(best['mesh'])}[/bold], ZeRO-{best['zero_stage']}, micro-batch {best['micro_batch']}")
+    console.print(f"  why       {best['reason']}")
+    counts = best["micro_batches"]
+    shown = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} or {counts[-1]}"
+    console.print(f"  batch     {best['global_batch']} = {best['micro_batch']} x {sum(counts)} micro-batches, {shown} a replica")
+    if best["layers_per_stage"]:
+        console.print(f"  layers    {runs(best['layers_per_stage'])}")
+    used = {key: value / 1e9 for key, value in best["memory_bytes"].items()}
+    console.print(
+        f"  memory    {used['total']:.1f} GB = weights {used['weights']:.1f} + gradients {used['gradients']:.1f}"
+        f" + optimizer {used['optimizer']:.1f} + activations {used['activations']:.1f} + buffers {used['buffers']:.1f}"
+        f" (recompute: {best['recompute']})"
+    )
+    moved = {key: value / 1e9 for key, value in best["comm_bytes"].items()}
+    console.print(f"  traffic   GB a GPU and step: dp {moved['dp']:.3g}, tp {moved['tp']:.3g}, pp {moved['pp']:.3g}")
+    console.print(
+        f"  bubble    {best['bubble_fraction']:.1%} of the step ({best['bubble_ratio']:.1%} of the ideal time), {best['schedule']}"
+    )
+    line = f"  step      {best['step_seconds']:.4g} s"
+    if "mfu" in best:
+        line += f", MFU {best['mfu']:.1%}, E {best['efficiency']:.0%}, {best['tokens_per_second']:.4g} tokens/s"
+    console.print(line + f"; {best['gpus_used']} GPUs used, {best['gpus_idle']} idle")
+    if "wall" in best:
+        wall = best["wall"]
+        console.print(f"  wall      {wall['binds']}: {wall['why']}. To move it: {wall['lift']}")
+
+
+def runs(numbers: list[int]) -> str:
+    """Equal neighbours folded: 7, 8 x14, 7."""
+    parts: list[str] = []
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[start]:
+            length = index - start
+            parts.append(f"{numbers[start]} x{length}" if length > 1 else f"{numbers[start]}")
+            start = index
+    return ", ".join(parts)
+
+
+def _table(plans: list[Document]) -> Table:
+    table = Table(title="plans in order of step time", title_justify="left", box=None, pad_edge=False)
+    for column in ("mesh", "ZeRO", "micro", "recompute", "GB", "bubble", "step s", "GPUs", "idle"):
+        table.add_column(column, justify="left" if column == "mesh" else "right")
+    for each in plans:
+        table.add_row(
+            name(each["mesh"]),
+            str(each["zero_stage"]),
+            str(each["micro_batch"]),
+            each["recompute"],
+            f"{each['memory_bytes']['total'] / 1e9:.1f}",
+            f"{each['bubble_fraction']:.1%}",
+            f"{each['step_seconds']:.4g}",
+            str(each["gpus_used"]),
+            str(each["gpus_idle"]),
+        )
+    return table
+
+
+def _rejected(console: Console, document: Document, *, most: int) -> None:
+    rejected = document["rejected"]
+    for each in rejected[:most]:
+        console.print(f"  out: {name(each['mesh'])}: {each['reason']}")
+    more = document["rejected_count"] - len(rejected[:most])
+    if more > 0:
+        console.print(f"  and {more} more")
