@@ -19,6 +19,7 @@ from regrow.errors import ConfigurationError, OperationalError
 from regrow.local.api import SupervisorClient
 from regrow.local.children import Child, Recipe
 from regrow.processes import MARK, kill_marked, marked
+from regrow.store.embedded import EmbeddedEtcd
 
 MAX_SOCKET_PATH = 60
 """Longest state folder for which Unix sockets below it stay under the kernel's limit of 107 bytes."""
@@ -58,6 +59,7 @@ class LocalCluster:
         self._lifeline: tuple[int, int] | None = None
         self._lock: IO[str] | None = None
         self._store_url = ""
+        self.etcd: EmbeddedEtcd | None = None
 
     # --- where things are
 
@@ -104,9 +106,10 @@ class LocalCluster:
         self._keepers = []
         agents = [child for name, child in self.children.items() if name.startswith("agent ")]
         await asyncio.gather(*(agent.stop(grace_seconds) for agent in agents))
-        for name in ("supervisor", "etcd"):
-            if name in self.children:
-                await self.children[name].stop(grace_seconds)
+        if "supervisor" in self.children:
+            await self.children["supervisor"].stop(grace_seconds)
+        if self.etcd is not None:
+            await self.etcd.stop(grace_seconds)
         await self.api.close()
         if self._lifeline is not None:
             for fd in self._lifeline:
@@ -184,7 +187,10 @@ class LocalCluster:
         return {"PYTHONUNBUFFERED": "1", MARK: str(mark), **dict(self.plan.env)}
 
     async def _start_store(self) -> str:
-        raise NotImplementedError
+        self.etcd = EmbeddedEtcd(self.root / "etcd")
+        await self.etcd.start()
+        self._keepers.append(asyncio.create_task(self.etcd.supervise()))
+        return self.etcd.url
 
     def _supervisor_recipe(self) -> Recipe:
         state = self.root / "supervisor"

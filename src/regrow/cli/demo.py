@@ -1,0 +1,81 @@
+"""`regrow demo`: the main job on this machine, nothing to configure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from regrow.cli.output import Json, emit
+from regrow.errors import ConfigurationError
+
+
+def register(app: typer.Typer) -> None:
+    """Add `demo`."""
+    app.command("demo")(demo)
+
+
+def demo(
+    fault: Annotated[str, typer.Option(help="What breaks: none, node, gpu, sdc, hang, all, or several with commas.")] = "all",
+    seed: Annotated[int, typer.Option(help="Of weights, sample order, dropout and the choice of victims.")] = 0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 45,
+    zero: Annotated[int, typer.Option(help="0: replicated data axis; 3: fully sharded (FSDP2).")] = 0,
+    run_dir: Annotated[str, typer.Option(help="Folder of the run.")] = "runs/demo",
+    keep: Annotated[bool, typer.Option(help="Keep checkpoints and logs after a good end.")] = False,
+    plain: Annotated[bool, typer.Option(help="Lines instead of a live table.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT on 8 workers, break things, and prove that nothing was lost (about two minutes)."""
+    import asyncio
+
+    faults = _faults(fault)
+    if zero not in (0, 3):
+        raise ConfigurationError(f"--zero {zero} is not part of the demo", where="regrow demo", hint="use 0 or 3")
+    if seed < 0 or steps < 12:
+        raise ConfigurationError(f"seed {seed}, {steps} steps", where="regrow demo", hint="a seed of 0 or more, and at least 12 steps")
+    from regrow.demo import main
+
+    options = main.DemoOptions(faults=faults, seed=seed, steps=steps, zero=zero, run_dir=Path(run_dir), plain=plain or as_json)
+    result = asyncio.run(main.run(options))
+    emit(result, as_json=as_json, human=lambda: _print(result))
+    if result["ok"] and not keep:
+        main.clear_bulk(Path(run_dir))
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+def _faults(text: str) -> tuple[str, ...]:
+    known = ("node", "sdc", "gpu", "hang")
+    if text == "none":
+        return ()
+    words = known if text == "all" else tuple(word.strip() for word in text.split(","))
+    unknown = [word for word in words if word not in known]
+    if unknown:
+        raise ConfigurationError(f"unknown fault {unknown[0]!r}", where="--fault", hint="use none, node, gpu, sdc, hang or all")
+    return tuple(word for word in known if word in words)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout)
+    phases = [name for incident in result["incidents"] for name in incident.get("phases", {})]
+    table = Table(title="Recoveries (seconds)", title_justify="left")
+    table.add_column("incident")
+    for name in dict.fromkeys(phases):
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_column("total", justify="right")
+    for incident in result["incidents"]:
+        cells = [f"{incident.get('phases', {}).get(name, 0.0):.2f}" for name in dict.fromkeys(phases)]
+        table.add_row(f"{incident['kind']} {incident.get('node', '')}", *cells, f"{incident.get('seconds') or 0:.2f}")
+    console.print(table)
+    for check in result["checks"]:
+        console.print(
+            f"{'holds' if check['ok'] else 'FAILS'}  {check['name']}: {check['detail']}",
+            style=None if check["ok"] else "bold red",
+            markup=False,
+        )
+    console.print(result["summary"])
+    console.print(f"report: {result['report']}", soft_wrap=True)
