@@ -89,6 +89,10 @@ class MeshModel:
         """The same with their mesh-independent names."""
         return self.module.named_parameters()
 
+    def answers_for(self, name: str) -> bool:
+        """Whether this rank, of all that hold the same elements of parameter `name`, is the one to report them."""
+        return self._counts[name]
+
     def forward_backward(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> StepResult:
         """One step up to the optimizer: gradients of the mean loss over the *global* batch, clipped, on every rank.
 
