@@ -25,6 +25,8 @@ class RecordGeneration(_Action, frozen=True, kw_only=True, tag="record_generatio
     ledger: LedgerRecord = LedgerRecord()
     damaged: dict[int, str] = {}
     """Checkpoints that must not be used again: {step: why}."""
+    not_before: float | None = None
+    """Back-off: members start no earlier."""
 
 
 class StartMember(_Action, frozen=True, kw_only=True, tag="start_member"):

@@ -161,6 +161,7 @@ class QuarantineLoaded(_Event, frozen=True, kw_only=True, tag="quarantine_loaded
 
     records: tuple[QuarantineRecord, ...] = ()
     cordoned: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
 
 
 # --- generations -----------------------------------------------------------------------------------------------

@@ -55,6 +55,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     backoff_most_seconds: float = 60.0
     no_progress_limit: int = 3
     """Generations in a row that the program failed without a step beyond the frontier: the job stops."""
+    no_progress_unknown_limit: int = 6
+    """The same for failures of unknown cause, such as signals."""
+    silent_progress_seconds: float = 60.0
+    """A script that reports no steps has made progress when it ran this long."""
     unstarted_limit: int = 10
     """Generations in a row that could not be started (no charge): the job is parked and a person is called."""
     healthy_seconds: float = 1800.0

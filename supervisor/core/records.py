@@ -19,6 +19,10 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     """The frontier when it happened."""
     fingerprint: str = ""
+    early: bool = False
+    """A program error before the first step ever: the same start would fail again."""
+    ran_seconds: float = 0.0
+    """How long a script without step reports had run: its only sign of progress."""
     text: str = ""
 
 

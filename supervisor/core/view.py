@@ -33,9 +33,6 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     leaving: str = ""
     leave_by: float | None = None
     released: bool = False
-    cordoned: bool = False
-    draining: bool = False
-    """An operator wants it empty."""
     unusable: str = ""
     """Why the host needs recycling: a process that cannot be killed."""
     highest_epoch: int = 0
@@ -43,6 +40,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     running: tuple[str, int] | None = None
     """(job, generation) that the agent says it runs."""
     boot_id: str = ""
+    stop_sent: tuple[int, float] | None = None
+    """(generation, when) of the last order to stop."""
 
     @property
     def reachable(self) -> bool:
@@ -162,7 +161,10 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     asked_at: float
     deadline: float
     generation: int
+    asked_step: int = 0
+    """Completed step when it was asked: an older checkpoint does not count."""
     stop_after: bool = False
+    failed: str = ""
     committed_step: int | None = None
 
 
@@ -226,6 +228,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     command: str = "run"
     command_at: float | None = None
     generation: GenerationView | None = None
+    before: GenerationView | None = None
+    """What ran while the next generation is being recorded: it goes on when that fails."""
     highest_generation: int = 0
     checkpoints: dict[int, CheckpointView] = {}
     num_damaged: int = 0
@@ -235,6 +239,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     boundary_failed_at: float | None = None
     frontier: int = 0
     """Highest completed step of the lineage."""
+    effort_base: int = 0
+    """The step that this run continued from: earlier ones are not its work."""
     loss: float | None = None
     samples: int = 0
     agreed_steps: frozenset[int] = frozenset()
@@ -247,6 +253,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     enough_since: float | None = None
     """Since when the least number of nodes is there, before the first generation."""
     last_formed_at: float | None = None
+    not_before: float | None = None
+    """Back-off: no new generation before this instant."""
     restart_seconds: float | None = None
     """Measured duration of the last recovery."""
     step_seconds: tuple[float, ...] = ()
@@ -254,17 +262,6 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """{mesh: (world size, median step seconds)}, for scaling efficiency."""
     unstarted: int = 0
     """Generations in a row that did not reach a first step and that the program is not to blame for."""
-
-
-class Pending(msgspec.Struct, frozen=True, kw_only=True):
-    """An action that was issued."""
-
-    seq: int
-    kind: str
-    at: float
-    job: str = ""
-    node: str = ""
-    generation: int = 0
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,6 +277,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     jobs: dict[str, JobView] = {}
     quarantine: dict[str, QuarantineRecord] = {}
     cordoned: frozenset[str] = frozenset()
-    pending: dict[int, Pending] = {}
+    drains: frozenset[str] = frozenset()
+    """Nodes that an operator wants empty; they are cordoned, too."""
+    clears: frozenset[str] = frozenset()
+    """Nodes whose quarantine an operator ended."""
     pages: dict[str, float] = {}
     """Pages sent: {key: when}."""

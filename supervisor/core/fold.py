@@ -1,0 +1,190 @@
+"""fold(view, event) -> view: records facts and never decides. Total over the closed union of events."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core import fold_generation as generation
+from regrow.supervisor.core import fold_issued, fold_nodes, goodput
+from regrow.supervisor.core.records import LedgerRecord
+from regrow.supervisor.core.view import CheckpointView, Effort, GenerationView, JobView, Member, Outcome, View
+
+_change = msgspec.structs.replace
+
+
+def fold(view: View, event: e.Event) -> View:
+    """The view after one more fact."""
+    match event:
+        case e.LeaderStarted():
+            return View(epoch=event.epoch, term_at=event.at, automation=view.automation)
+        case e.StoreChanged():
+            return _change(view, store_up=event.up)
+        case e.Tick():
+            return view
+        case e.Issued():
+            return fold_issued.issued(view, event)
+        case e.ActionFailed():
+            return fold_issued.failed(view, event)
+        case e.AutomationSwitched():
+            return _change(view, automation=event.on)
+        case e.JobLoaded():
+            return _job_loaded(view, event)
+        case e.CommandGiven():
+            return _command(view, event)
+        case e.QuarantineLoaded():
+            return _change(
+                view,
+                quarantine=view.quarantine | {record.key: record for record in event.records},
+                cordoned=view.cordoned | set(event.cordoned) | set(event.drained),
+                drains=view.drains | set(event.drained),
+            )
+        case e.NodeJoined() | e.NodeDisconnected() | e.NodeSilent() | e.NodeHeard() | e.LeaseExpired() | e.SpareStoreChanged():
+            return fold_nodes.liveness(view, event)
+        case e.NodeHealth() | e.NodeLeaving() | e.NodeCommandGiven():
+            return fold_nodes.condition(view, event)
+        case _:
+            return _of_generation(view, event)
+
+
+_OfGeneration = (
+    e.GenerationRecorded
+    | e.MemberPhase
+    | e.WorkersExited
+    | e.StepsCompleted
+    | e.DigestsReported
+    | e.AtRestMismatch
+    | e.ProgressStalled
+    | e.ProgressResumed
+    | e.OutputKept
+    | e.RestoreWasRefused
+    | e.StartWasRefused
+    | e.CheckpointMoved
+)
+
+
+def _of_generation(view: View, event: _OfGeneration) -> View:
+    job = view.jobs.get(event.job)
+    if job is None:
+        return view
+    if isinstance(event, e.CheckpointMoved):
+        return with_job(view, generation.checkpoint_moved(job, event))
+    current = job.generation
+    if current is None or current.number != event.generation or current.stage == "ended":
+        return view
+    if isinstance(event, e.StartWasRefused) and event.node_unusable:
+        view = fold_nodes.unusable(view, event.node, event.reason)
+    if isinstance(event, e.MemberPhase | e.WorkersExited):
+        view = fold_nodes.running(view, event)
+    return with_job(view, _fold_current(job, current, event))
+
+
+def _fold_current(job: JobView, current: GenerationView, event: _OfGeneration) -> JobView:
+    match event:
+        case e.GenerationRecorded():
+            return generation.recorded(job, current, event)
+        case e.MemberPhase():
+            return generation.member_phase(job, current, event)
+        case e.WorkersExited():
+            return generation.exited(job, current, event)
+        case e.StepsCompleted():
+            return generation.steps_completed(job, current, event)
+        case e.DigestsReported():
+            return generation.digests(job, current, event)
+        case e.AtRestMismatch():
+            return generation.at_rest(job, current, event)
+        case e.ProgressStalled():
+            return generation.stalled(job, current, event)
+        case e.ProgressResumed():
+            return _change(job, generation=_change(current, stall=None, stacks_asked_at=None, stacks={}, progress_at=event.at))
+        case e.OutputKept():
+            return generation.output(job, current, event)
+        case e.RestoreWasRefused():
+            return generation.restore_refused(job, current, event)
+        case e.StartWasRefused():
+            return generation.start_refused(job, current, event)
+        case e.CheckpointMoved():
+            return generation.checkpoint_moved(job, event)
+        case _:
+            assert_never(event)
+
+
+def with_job(view: View, job: JobView) -> View:
+    """The view with this job in place of its older self."""
+    return _change(view, jobs=view.jobs | {job.spec.job: job})
+
+
+def _job_loaded(view: View, event: e.JobLoaded) -> View:
+    ledger = event.ledger or LedgerRecord()
+    checkpoints = {record.step: checkpoint(record, event.at) for record in event.checkpoints}
+    usable = [item.step for item in checkpoints.values() if not item.damaged]
+    frontier = max([ledger.frontier, *usable]) if not event.spec.checkpoint.fresh_start else 0
+    reserved = goodput.reserved(view, event.spec)
+    job = JobView(
+        spec=event.spec,
+        submitted_at=event.at,
+        effort=Effort(since=event.at, reserved_at=event.at, num_reserved=reserved),
+        command=event.command,
+        command_at=event.at,
+        generation=_adopted(event) if event.generation is not None else None,
+        highest_generation=event.generation.generation if event.generation else 0,
+        checkpoints=checkpoints,
+        num_damaged=event.num_damaged,
+        ledger=ledger,
+        frontier=frontier,
+        effort_base=frontier,
+        outcome=_outcome(ledger, event.at),
+        paused=event.command == "pause" and event.generation is None,
+    )
+    return with_job(view, job)
+
+
+def _outcome(ledger: LedgerRecord, at: float) -> Outcome | None:
+    match ledger.state:
+        case "done" | "failed" | "stopped":
+            return Outcome(state=ledger.state, reason=ledger.reason, exit_code=ledger.exit_code, at=at, cause=ledger.cause)
+        case _:
+            return None
+
+
+def _adopted(event: e.JobLoaded) -> GenerationView:
+    spec = event.generation
+    assert spec is not None
+    members = {
+        name: Member(node=name, group_rank=index, workers=event.members.get(name, ()), sent_at=event.at)
+        for index, name in enumerate(spec.nodes)
+    }
+    return GenerationView(
+        spec=spec,
+        members=members,
+        stage="starting",
+        created_at=event.at,
+        recorded_at=event.at,
+        adopted=True,
+        progress_at=event.at,
+    )
+
+
+def checkpoint(record: wire.CheckpointRecord, at: float) -> CheckpointView:
+    """A committed checkpoint as the core keeps it."""
+    return CheckpointView(
+        step=record.step,
+        generation=record.generation,
+        directory=record.directory,
+        record_digest=record.record_digest,
+        samples=record.samples,
+        committed_at=at,
+        evidence=record.evidence,
+        damaged=record.damaged,
+    )
+
+
+def _command(view: View, event: e.CommandGiven) -> View:
+    job = view.jobs.get(event.job)
+    if job is None or job.outcome is not None:
+        return view
+    paused = job.paused and event.command != "run"
+    return with_job(view, _change(job, command=event.command, command_at=event.at, paused=paused, boundary=None))

@@ -1,0 +1,216 @@
+"""Facts about the running generation of a job."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core import goodput, phases, sdc
+from regrow.supervisor.core.fold_nodes import with_member
+from regrow.supervisor.core.view import (
+    CheckpointView,
+    Divergence,
+    ExitFact,
+    GenerationView,
+    Incident,
+    JobView,
+    Refusal,
+    Stall,
+)
+
+_change = msgspec.structs.replace
+_STEP_HISTORY = 32
+_AGREED_HISTORY = 256
+_SETTLED_STEPS = 5
+"""Steps of a generation before its step time is taken for typical."""
+
+
+def recorded(job: JobView, current: GenerationView, event: e.GenerationRecorded) -> JobView:
+    """The record is in the store."""
+    if current.stage != "recording":
+        return job
+    current = _change(current, stage="starting", recorded_at=event.at, progress_at=event.at)
+    return _marked(_change(job, generation=current, before=None))
+
+
+def member_phase(job: JobView, current: GenerationView, event: e.MemberPhase) -> JobView:
+    """A node passed a phase."""
+    member = current.members.get(event.node)
+    if member is None:
+        return job
+    passed = member.phases if event.phase in member.phases else member.phases | {event.phase: event.at}
+    current = _change(with_member(current, _change(member, phases=passed, empty_at=None)), progress_at=event.at)
+    return _marked(_change(job, generation=current))
+
+
+def _marked(job: JobView) -> JobView:
+    """Carry the generation's phase instants over to the open incident."""
+    incident = open_incident(job)
+    if incident is None or job.generation is None or incident.generation_after != job.generation.number:
+        return job
+    return with_incident(job, _change(incident, marks=phases.marks(job.generation)))
+
+
+def open_incident(job: JobView) -> Incident | None:
+    """The incident that is not over, if there is one: always the last."""
+    return job.incidents[-1] if job.incidents and not job.incidents[-1].closed else None
+
+
+def with_incident(job: JobView, incident: Incident) -> JobView:
+    """The job with its last incident replaced."""
+    return _change(job, incidents=(*job.incidents[:-1], incident))
+
+
+def exited(job: JobView, current: GenerationView, event: e.WorkersExited) -> JobView:
+    """Workers ended. The first report of a rank counts."""
+    new = {ended.rank: ExitFact(node=event.node, at=event.at, exit=ended) for ended in event.exits if ended.rank not in current.exits}
+    return _change(job, generation=_change(current, exits=current.exits | new)) if new else job
+
+
+def steps_completed(job: JobView, current: GenerationView, event: e.StepsCompleted) -> JobView:
+    """Every rank applied a step."""
+    if current.completed_step is not None and event.step <= current.completed_step:
+        return job
+    first = current.first_step_at is None
+    wrong = _wrong_step(current, event) if first else current.wrong_step
+    current = _change(
+        current,
+        stage="running",
+        completed_step=event.step,
+        first_step_at=event.at if first else current.first_step_at,
+        progress_at=event.at,
+        stall=None,
+        stacks_asked_at=None,
+        stacks={},
+        wrong_step=wrong,
+    )
+    seconds = job.step_seconds
+    if event.step_seconds > 0:
+        seconds = (*seconds, event.step_seconds)[-_STEP_HISTORY:]
+    meshes, typical = _typical(job, current, event)
+    num_new = max(0, event.step - max(job.frontier, event.step - event.num_steps))
+    job = _change(
+        job,
+        generation=current,
+        step_seconds=seconds,
+        mesh_seconds=meshes,
+        frontier=max(job.frontier, event.step),
+        loss=event.loss if event.loss is not None else job.loss,
+        samples=event.samples or job.samples,
+        unstarted=0,
+        effort=goodput.completed(
+            job.effort, seconds=event.step_seconds * num_new, world_size=current.spec.world_size, num_new=num_new, median=typical
+        ),
+    )
+    return _recovered(job, event)
+
+
+def _wrong_step(current: GenerationView, event: e.StepsCompleted) -> str:
+    restore = current.spec.restore
+    began = event.step - event.num_steps + 1
+    if restore is None or current.adopted or began == restore.step + 1:
+        return ""
+    return f"the first completed step is {began}, the restored checkpoint is of step {restore.step}: its state was not taken up"
+
+
+def _typical(job: JobView, current: GenerationView, event: e.StepsCompleted) -> tuple[dict[str, tuple[int, float]], float | None]:
+    """Step seconds by mesh, smoothed; and that of this mesh once it is settled."""
+    start = current.spec.restore.step if current.spec.restore else 0
+    if event.step_seconds <= 0 or event.step - start < _SETTLED_STEPS or current.adopted:
+        return job.mesh_seconds, None
+    name = str(current.spec.mesh)
+    known = job.mesh_seconds.get(name)
+    smooth = event.step_seconds if known is None else 0.8 * known[1] + 0.2 * event.step_seconds
+    return job.mesh_seconds | {name: (current.spec.world_size, smooth)}, smooth
+
+
+def _recovered(job: JobView, event: e.StepsCompleted) -> JobView:
+    incident = open_incident(job)
+    if incident is None or incident.generation_after != event.generation:
+        return job
+    if incident.first_step_at is None:
+        incident = _change(incident, first_step_at=event.at)
+        job = _change(job, restart_seconds=phases.whole(incident))
+    if event.step > incident.frontier:
+        incident = _change(incident, recovered_at=event.at, closed=True)
+    return with_incident(job, incident)
+
+
+def digests(job: JobView, current: GenerationView, event: e.DigestsReported) -> JobView:
+    """Digests of one step: who agrees."""
+    result = sdc.vote(current.spec.mesh, event.digests)
+    checks = job.digest_checks | {result.verdict: job.digest_checks.get(result.verdict, 0) + 1}
+    job = _change(job, digest_checks=checks)
+    if result.verdict == "agree":
+        return _change(job, agreed_steps=frozenset(sorted({*job.agreed_steps, event.step})[-_AGREED_HISTORY:]))
+    if result.verdict == "skipped" or current.divergence is not None:
+        return job
+    rank = result.suspects[0] if result.suspects else -1
+    found = Divergence(at=event.at, step=event.step, rank=rank, text=result.reason)
+    return _change(job, generation=_change(current, divergence=found))
+
+
+def at_rest(job: JobView, current: GenerationView, event: e.AtRestMismatch) -> JobView:
+    """Bytes that nobody wrote have changed."""
+    checks = job.digest_checks | {"at_rest_mismatch": job.digest_checks.get("at_rest_mismatch", 0) + 1}
+    job = _change(job, digest_checks=checks)
+    if current.divergence is not None:
+        return job
+    text = f"{event.tensor} of rank {event.rank} changed at rest before step {event.step}"
+    return _change(job, generation=_change(current, divergence=Divergence(at=event.at, step=event.step, rank=event.rank, text=text)))
+
+
+def stalled(job: JobView, current: GenerationView, event: e.ProgressStalled) -> JobView:
+    """No progress."""
+    stall = Stall(at=event.at, since=event.since, limit_seconds=event.limit_seconds, ranks=event.ranks)
+    return _change(job, generation=_change(current, stall=stall))
+
+
+def output(job: JobView, current: GenerationView, event: e.OutputKept) -> JobView:
+    """Stacks of a rank; other outputs are for people only."""
+    if event.kind != "stacks":
+        return job
+    return _change(job, generation=_change(current, stacks=current.stacks | {event.rank: event.text[:16_384]}))
+
+
+def restore_refused(job: JobView, current: GenerationView, event: e.RestoreWasRefused) -> JobView:
+    """The restore point does not load."""
+    if current.refusal is not None:
+        return job
+    found = Refusal(at=event.at, node=event.node, rank=event.rank, step=event.step, problem=event.problem)
+    return _change(job, generation=_change(current, refusal=found))
+
+
+def start_refused(job: JobView, current: GenerationView, event: e.StartWasRefused) -> JobView:
+    """An agent did not start."""
+    member = current.members.get(event.node)
+    if member is None:
+        return job
+    return _change(job, generation=with_member(current, _change(member, refused_at=event.at, refused=event.reason)))
+
+
+def checkpoint_moved(job: JobView, event: e.CheckpointMoved) -> JobView:
+    """A checkpoint reached another state."""
+    boundary = job.boundary
+    waited_for = boundary is not None and event.generation == boundary.generation and event.step >= boundary.asked_step
+    if event.state in ("failed", "skipped"):
+        if boundary is None or not waited_for:
+            return job
+        return _change(job, boundary=_change(boundary, failed=event.reason or event.state))
+    if event.state != "committed":
+        return job
+    known = job.checkpoints.get(event.step)
+    found = CheckpointView(
+        step=event.step,
+        generation=event.generation,
+        directory=event.directory,
+        record_digest=event.record_digest,
+        samples=event.samples,
+        committed_at=known.committed_at if known is not None and known.generation == event.generation else event.at,
+        evidence=event.evidence or (known.evidence if known is not None and known.directory == event.directory else ()),
+        damaged=event.damaged or (known.damaged if known is not None and known.directory == event.directory else ""),
+    )
+    job = _change(job, checkpoints=job.checkpoints | {event.step: found})
+    if boundary is not None and waited_for:
+        job = _change(job, boundary=_change(boundary, committed_step=event.step))
+    return job

@@ -1,0 +1,164 @@
+"""Facts about nodes."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core import goodput, quarantine
+from regrow.supervisor.core.view import GenerationView, JobView, Member, NodeView, View
+
+_change = msgspec.structs.replace
+
+
+def put(view: View, node: NodeView) -> View:
+    """The view with this node in place of its older self."""
+    return _change(view, nodes=view.nodes | {node.name: node})
+
+
+def liveness(
+    view: View,
+    event: e.NodeJoined | e.NodeDisconnected | e.NodeSilent | e.NodeHeard | e.LeaseExpired | e.SpareStoreChanged,
+) -> View:
+    """Connections and silence."""
+    if isinstance(event, e.NodeJoined):
+        return _joined(view, event)
+    node = view.nodes.get(event.node)
+    if node is None:
+        return view
+    match event:
+        case e.NodeDisconnected():
+            if not node.connected:
+                return view
+            return put(view, _change(node, connected=False, disconnected_at=event.at, silent_since=None, spare_store=""))
+        case e.NodeSilent():
+            return put(view, _change(node, silent_since=event.last_heard_at)) if node.connected else view
+        case e.NodeHeard():
+            return put(view, _change(node, silent_since=None))
+        case e.LeaseExpired():
+            return put(view, _change(node, lease_expired=True))
+        case e.SpareStoreChanged():
+            return put(view, _change(node, spare_store=event.address))
+        case _:
+            assert_never(event)
+
+
+def _joined(view: View, event: e.NodeJoined) -> View:
+    hello = event.hello
+    before = view.nodes.get(hello.node)
+    same_process = before is not None and before.incarnation == hello.incarnation
+    healthy = hello.health.state == "healthy"
+    node = NodeView(
+        name=hello.node,
+        incarnation=hello.incarnation,
+        address=hello.address,
+        peer_address=hello.peer_address,
+        slots=hello.slots,
+        joined_at=event.at,
+        devices=hello.devices,
+        hardware_id=hello.hardware_id,
+        spare_store=hello.spare_store,
+        health=hello.health,
+        healthy_since=(before.healthy_since if before and before.healthy_since is not None else event.at) if healthy else None,
+        leaving=before.leaving if before is not None and same_process else "",
+        leave_by=before.leave_by if before is not None and same_process else None,
+        released=before.released if before is not None and same_process else False,
+        unusable=before.unusable if before is not None and same_process else "",
+        highest_epoch=hello.highest_epoch,
+        highest_generation=hello.highest_generation,
+        running=(hello.running.job, hello.running.generation) if hello.running else None,
+        boot_id=hello.boot_id,
+    )
+    view = put(view, node)
+    jobs = {name: _seen_by(job, hello, event.at) for name, job in view.jobs.items()}
+    if before is None:
+        jobs = {
+            name: _change(job, effort=goodput.reserve(job.effort, event.at, goodput.reserved(view, job.spec))) for name, job in jobs.items()
+        }
+    return _change(view, jobs=jobs)
+
+
+def _seen_by(job: JobView, hello: wire.Hello, at: float) -> JobView:
+    """What a (re)connected agent runs, seen from a job that has it as a member."""
+    generation = job.generation
+    if generation is None or generation.stage not in ("starting", "running") or hello.node not in generation.members:
+        return job
+    member = generation.members[hello.node]
+    running = hello.running
+    if running is not None and running.job == job.spec.job and running.generation == generation.number:
+        member = _change(member, adopted=True, empty_at=None, workers=running.workers or member.workers)
+    elif member.sent_at is not None and hello.highest_generation < generation.number and not generation.adopted:
+        member = _change(member, sent_at=None)
+    elif member.sent_at is not None:
+        member = _change(member, empty_at=at)
+    return _change(job, generation=with_member(generation, member))
+
+
+def with_member(generation: GenerationView, member: Member) -> GenerationView:
+    """The generation with this member in place of its older self."""
+    return _change(generation, members=generation.members | {member.node: member})
+
+
+def condition(view: View, event: e.NodeHealth | e.NodeLeaving | e.NodeCommandGiven) -> View:
+    """Health, departure, operator's orders."""
+    if isinstance(event, e.NodeCommandGiven):
+        return _command(view, event)
+    node = view.nodes.get(event.node)
+    if node is None:
+        return view
+    match event:
+        case e.NodeHealth():
+            since = (node.healthy_since if node.healthy_since is not None else event.at) if event.verdict.state == "healthy" else None
+            return put(view, _change(node, health=event.verdict, healthy_since=since))
+        case e.NodeLeaving():
+            leave_by = event.at + event.notice_seconds if event.notice_seconds > 0 else None
+            return put(view, _change(node, leaving=event.reason or "asked to", leave_by=leave_by))
+        case _:
+            assert_never(event)
+
+
+def _command(view: View, event: e.NodeCommandGiven) -> View:
+    name = event.node
+    match event.command:
+        case "cordon":
+            return _change(view, cordoned=view.cordoned | {name})
+        case "uncordon":
+            return _change(view, cordoned=view.cordoned - {name}, drains=view.drains - {name})
+        case "drain":
+            return _change(view, cordoned=view.cordoned | {name}, drains=view.drains | {name})
+        case "clear":
+            held = any(record.node == name and record.state in (*quarantine.OUT, "suspect") for record in view.quarantine.values())
+            view = _change(view, clears=view.clears | {name}) if held else view
+            node = view.nodes.get(name)
+            return put(view, _change(node, unusable="")) if node is not None else view
+        case _:
+            assert_never(event.command)
+
+
+def unusable(view: View, name: str, reason: str) -> View:
+    """The host needs recycling."""
+    node = view.nodes.get(name)
+    return put(view, _change(node, unusable=reason)) if node is not None else view
+
+
+def running(view: View, event: e.MemberPhase | e.WorkersExited) -> View:
+    """Keep track of what an agent runs."""
+    node = view.nodes.get(event.node)
+    if node is None:
+        return view
+    if isinstance(event, e.MemberPhase):
+        if event.phase == "started" and node.running != (event.job, event.generation):
+            highest = max(node.highest_generation, event.generation)
+            return put(view, _change(node, running=(event.job, event.generation), highest_generation=highest, stop_sent=None))
+        return view
+    job = view.jobs[event.job]
+    member = job.generation.members.get(event.node) if job.generation else None
+    if member is None or job.generation is None or node.running != (event.job, event.generation):
+        return view
+    gone = {ended.rank for ended in event.exits} | set(job.generation.exits)
+    if all(worker.rank in gone for worker in member.workers):
+        return put(view, _change(node, running=None))
+    return view

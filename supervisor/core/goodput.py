@@ -1,0 +1,74 @@
+"""Goodput and ETTR from the accumulators of a job."""
+
+from __future__ import annotations
+
+import statistics
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core.view import Effort, JobView, View
+
+_change = msgspec.structs.replace
+
+
+def reserve(effort: Effort, now: float, num_workers: int) -> Effort:
+    """Count reserved GPU-seconds up to now, and from here on `num_workers` of them (spares and idle ones included)."""
+    passed = max(0.0, now - effort.reserved_at)
+    return _change(
+        effort,
+        reserved_gpu_seconds=effort.reserved_gpu_seconds + passed * effort.num_reserved,
+        reserved_at=max(now, effort.reserved_at),
+        num_reserved=num_workers,
+    )
+
+
+def completed(effort: Effort, *, seconds: float, world_size: int, num_new: int, median: float | None) -> Effort:
+    """Steps beyond the frontier were completed in `seconds`."""
+    best = effort.best_gpu_seconds_per_step
+    if median is not None:
+        best = median * world_size if best is None else min(best, median * world_size)
+    return _change(effort, productive_seconds=effort.productive_seconds + (seconds if num_new else 0.0), best_gpu_seconds_per_step=best)
+
+
+def rolled_back(effort: Effort, *, num_steps: int, step_seconds: float) -> Effort:
+    """Completed steps turned into lost work."""
+    return _change(
+        effort,
+        lost_steps=effort.lost_steps + num_steps,
+        productive_seconds=max(0.0, effort.productive_seconds - num_steps * step_seconds),
+    )
+
+
+def ratio(job: JobView, now: float) -> float | None:
+    """Steps of the final lineage x the best GPU-seconds a step / all reserved GPU-seconds. None before the first step."""
+    effort = reserve(job.effort, now, 0)
+    if effort.best_gpu_seconds_per_step is None or effort.reserved_gpu_seconds <= 0:
+        return None
+    started = job.effort_base
+    return min(1.0, max(0, job.frontier - started) * effort.best_gpu_seconds_per_step / effort.reserved_gpu_seconds)
+
+
+def ettr(job: JobView, now: float) -> float | None:
+    """Productive time / wall time. None before any time passed."""
+    wall = now - job.effort.since
+    return min(1.0, job.effort.productive_seconds / wall) if wall > 0 else None
+
+
+def scaling_efficiency(job: JobView) -> dict[str, float]:
+    """E = S/k per mesh at the same global batch, relative to the smallest world that was measured."""
+    if not job.mesh_seconds:
+        return {}
+    world, seconds = min(job.mesh_seconds.values())
+    return {mesh: (seconds * world) / (taken * size) for mesh, (size, taken) in job.mesh_seconds.items() if taken > 0}
+
+
+def median(values: tuple[float, ...]) -> float | None:
+    """Median, or None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def reserved(view: View, spec: wire.JobSpec) -> int:
+    """Workers' places that are kept for a job: those of all known nodes, up to its greatest number of nodes."""
+    slots = sorted((min(node.slots, spec.nproc_per_node) for node in view.nodes.values()), reverse=True)
+    return sum(slots[: max(spec.max_nodes, spec.min_nodes)])

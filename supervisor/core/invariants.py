@@ -1,0 +1,66 @@
+"""check(view): what must hold after every fold, whatever the order of events. Names what is broken; empty: all holds."""
+
+from __future__ import annotations
+
+from regrow.supervisor.core.view import GenerationView, JobView, View
+
+
+def check(view: View) -> list[str]:
+    """All broken invariants, for tests, the simulator and the driver (which logs and pages)."""
+    broken: list[str] = []
+    holders: dict[str, str] = {}
+    for name, job in view.jobs.items():
+        broken += [f"{name}: {text}" for text in _job(view, job)]
+        if job.generation is None or job.generation.stage == "ended":
+            continue
+        for node in job.generation.members:
+            if node in holders:
+                broken.append(f"{node} is a member of {holders[node]} and of {name}")
+            holders[node] = name
+    for key, record in view.quarantine.items():
+        if key != record.key:
+            broken.append(f"quarantine record of {record.key} is filed under {key}")
+        if record.state == "quarantined" and record.until is None:
+            broken.append(f"{key} is quarantined without a way out by time")
+    return broken
+
+
+def _job(view: View, job: JobView) -> list[str]:
+    broken: list[str] = []
+    generation = job.generation
+    incidents = [charge.incident for charge in job.ledger.charges]
+    if len(incidents) != len(set(incidents)):
+        broken.append("an incident is charged twice")
+    if sum(1 for incident in job.incidents if not incident.closed) > 1:
+        broken.append("two incidents are open")
+    if job.incidents and any(not incident.closed for incident in job.incidents[:-1]):
+        broken.append("an incident that is not the last is open")
+    if job.outcome is not None and generation is not None and generation.stage != "ended":
+        broken.append("the job is over and its generation is not")
+    if job.paused and generation is not None and generation.stage != "ended":
+        broken.append("the job is paused and its generation is not over")
+    if job.boundary is not None and (generation is None or job.boundary.generation != generation.number):
+        broken.append("a save is awaited from a generation that is not the current one")
+    if generation is not None:
+        broken += _generation(view, job, generation)
+    broken += [f"checkpoint {step} is filed under another step" for step, item in job.checkpoints.items() if item.step != step]
+    return broken
+
+
+def _generation(view: View, job: JobView, generation: GenerationView) -> list[str]:
+    spec = generation.spec
+    broken: list[str] = []
+    if generation.number > job.highest_generation:
+        broken.append(f"generation {generation.number} is above the highest {job.highest_generation}")
+    if spec.epoch > view.epoch:
+        broken.append(f"generation {generation.number} has epoch {spec.epoch}, ours is {view.epoch}")
+    if set(spec.nodes) != set(generation.members) or len(spec.nodes) != len(set(spec.nodes)):
+        broken.append("members and nodes of the record differ")
+    ranks = sorted(worker.rank for member in generation.members.values() for worker in member.workers)
+    if not generation.adopted and (ranks != list(range(spec.world_size)) or spec.mesh.world_size != spec.world_size):
+        broken.append(f"ranks {ranks[:8]} do not fill mesh {spec.mesh} of {spec.world_size}")
+    if spec.micro_batches and sum(spec.micro_batches) * spec.micro_batch != spec.global_batch:
+        broken.append(f"micro-batches {spec.micro_batches} do not give the global batch {spec.global_batch}")
+    if any(member.sent_at is not None for member in generation.members.values()) and generation.stage == "recording":
+        broken.append("workers were started before the generation was recorded")
+    return broken

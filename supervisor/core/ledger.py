@@ -1,0 +1,110 @@
+"""The restart ledger: one incident is one charge, by cause, windowed, restored by healthy progress."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.records import Charge, LedgerRecord
+
+PROGRAM = "program"
+BUDGETED = ("infrastructure", "preemption", "program", "unknown")
+DO_NOT_REQUEUE = 78
+"""Exit code for a scheduler: the program is at fault, the same start would fail again (EX_CONFIG of sysexits)."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ledger says to one more restart."""
+
+    allowed: bool
+    reason: str
+    delay_seconds: float = 0.0
+    exit_code: int = 1
+
+
+def budget(spec: wire.JobSpec, policy: Policy, cause: str) -> int:
+    """Restarts that a cause may take within the window."""
+    factor = policy.infrastructure_factor if cause in ("infrastructure", "preemption") else 1
+    return spec.max_restarts * factor
+
+
+def counted(ledger: LedgerRecord, policy: Policy, now: float, cause: str | None = None) -> list[Charge]:
+    """Charges that count now: inside the window and not restored."""
+    since = now - policy.budget_window_seconds
+    restored = ledger.restored_at
+    return [
+        charge
+        for charge in ledger.charges
+        if charge.at >= since and (restored is None or charge.at > restored) and (cause is None or charge.cause == cause)
+    ]
+
+
+def judge(ledger: LedgerRecord, charge: Charge, spec: wire.JobSpec, policy: Policy) -> Verdict:
+    """May the job restart after this incident? The first rule that forbids it is the reason.
+
+    1. A program error before the first step ever completed: stop at once.
+    2. A program error at the same place, at the same step, twice: stop.
+    3. `no_progress_limit` failures in a row that no machine explains, without a step in between: stop.
+    4. The budget of the cause is used up.
+    """
+    same_step = [] if charge.ran_seconds >= policy.silent_progress_seconds else _without_progress(ledger, charge)
+    if charge.cause == PROGRAM and charge.early:
+        return Verdict(allowed=False, reason="the program failed before the first step", exit_code=DO_NOT_REQUEUE)
+    twins = [other for other in same_step if other.cause == PROGRAM and other.fingerprint == charge.fingerprint]
+    if charge.cause == PROGRAM and charge.fingerprint and twins:
+        reason = f"the program failed twice at the same place at step {charge.step}"
+        return Verdict(allowed=False, reason=reason, exit_code=DO_NOT_REQUEUE)
+    unexplained = [other for other in same_step if other.cause in (PROGRAM, "unknown")]
+    limit = policy.no_progress_limit if charge.cause == PROGRAM else policy.no_progress_unknown_limit
+    if charge.cause in (PROGRAM, "unknown") and len(unexplained) + 1 >= limit:
+        reason = f"{len(unexplained) + 1} failures in a row without a step beyond {charge.step}"
+        return Verdict(allowed=False, reason=f"no progress: {reason}", exit_code=DO_NOT_REQUEUE)
+    used = len(counted(ledger, policy, charge.at, charge.cause)) + 1
+    most = budget(spec, policy, charge.cause)
+    if used > most:
+        return Verdict(allowed=False, reason=f"restart {used} of {most} by cause {charge.cause} in {policy.budget_window_seconds:.0f} s")
+    delay = 0.0
+    if unexplained and charge.cause in (PROGRAM, "unknown"):
+        delay = min(policy.backoff_most_seconds, policy.backoff_seconds * 2 ** (len(unexplained) - 1))
+    return Verdict(allowed=True, reason=f"restart {used} of {most} by cause {charge.cause}", delay_seconds=delay)
+
+
+def _without_progress(ledger: LedgerRecord, charge: Charge) -> list[Charge]:
+    """Charges just before this one at the same frontier."""
+    result: list[Charge] = []
+    for other in reversed(ledger.charges):
+        if other.step != charge.step or (ledger.restored_at is not None and other.at <= ledger.restored_at):
+            break
+        result.append(other)
+    return result
+
+
+def add(ledger: LedgerRecord, charge: Charge) -> LedgerRecord:
+    """The ledger with one more charge. An incident that is in it already is not charged again."""
+    if any(other.incident == charge.incident for other in ledger.charges):
+        return ledger
+    return msgspec.structs.replace(ledger, charges=(*ledger.charges, charge), frontier=max(ledger.frontier, charge.step))
+
+
+def restore_due(ledger: LedgerRecord, policy: Policy, now: float) -> float | None:
+    """When the budgets may be restored if no incident comes; None when nothing is charged."""
+    open_charges = counted(ledger, policy, now)
+    return open_charges[-1].at + policy.healthy_seconds if open_charges else None
+
+
+_NOISE = re.compile(r"0x[0-9a-f]+|\b\d+\b|/[^\s\"']*/")
+
+
+def fingerprint(error: str) -> str:
+    """Where and what of a traceback without what changes from run to run: the last frame and the exception line."""
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    if not lines:
+        return ""
+    frames = [line for line in lines if line.startswith("File ")]
+    place = frames[-1] if frames else ""
+    where = re.search(r'File "([^"]*)", line (\d+)', place)
+    name = f"{where[1].rsplit('/', 1)[-1]}:{where[2]}" if where else ""
+    return f"{name} {_NOISE.sub('#', lines[-1])}"[:200].strip()

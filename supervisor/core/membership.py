@@ -1,0 +1,99 @@
+"""Who may be in the next generation, and in which order."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core import quarantine
+from regrow.supervisor.core.view import JobView, NodeView, View
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that can take workers."""
+
+    node: str
+    slots: int
+
+
+def why_not(view: View, node: NodeView, job: JobView) -> str:
+    """Why a node cannot be in a generation of this job; empty when it can."""
+    if not node.connected:
+        return "not connected"
+    if node.silent_since is not None:
+        return "silent"
+    if node.unusable:
+        return node.unusable
+    if node.leaving:
+        return f"leaving: {node.leaving}"
+    if node.name in view.drains:
+        return "drained by an operator"
+    if node.name in view.cordoned:
+        return "cordoned"
+    if quarantine.is_bad(node):
+        return f"unhealthy: {node.health.reason}"
+    record = quarantine.blocked(view, node)
+    if record is not None:
+        return f"{record.state}: {record.reason}"
+    if slots_for(node, job.spec) < 1:
+        return "no slots"
+    return ""
+
+
+def slots_for(node: NodeView, spec: wire.JobSpec) -> int:
+    """Workers of this job that a node takes."""
+    return min(node.slots, spec.nproc_per_node)
+
+
+def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozenset[str] = frozenset()) -> list[Seat]:
+    """Nodes that can be members, at most max_nodes: members of the last generation in rank order, then others by name.
+
+    Args:
+        taken: nodes that other jobs use.
+        without: nodes that this decision leaves out.
+    """
+    previous = list(job.generation.spec.nodes) if job.generation else []
+    known = set(previous)
+    order = [name for name in previous if name in view.nodes] + sorted(name for name in view.nodes if name not in known)
+    seats: list[Seat] = []
+    for name in order:
+        if len(seats) >= max(job.spec.max_nodes, job.spec.min_nodes):
+            break
+        if name in taken or name in without or why_not(view, view.nodes[name], job):
+            continue
+        seats.append(Seat(node=name, slots=slots_for(view.nodes[name], job.spec)))
+    return seats
+
+
+def may_form(previous: tuple[str, ...], seats: list[Seat], min_nodes: int) -> str:
+    """Why these nodes may not form; empty when they may.
+
+    An explicit lower bound fences the rest out (only one leader writes the generation record). Without one a majority of
+    the previous generation is needed.
+    """
+    if len(seats) < max(1, min_nodes):
+        return f"{len(seats)} usable nodes, at least {max(1, min_nodes)} needed"
+    if min_nodes < 1 and previous:
+        kept = sum(1 for seat in seats if seat.node in previous)
+        if 2 * kept <= len(previous):
+            return f"{kept} of {len(previous)} previous members are there: no majority, and no lower bound is set"
+    return ""
+
+
+def assign(seats: list[Seat], world_size: int, nodes: dict[str, NodeView]) -> dict[str, tuple[wire.WorkerAssignment, ...]]:
+    """Ranks 0..world_size-1 on the seats in order. Seats that are not needed stay spares and are left out."""
+    result: dict[str, tuple[wire.WorkerAssignment, ...]] = {}
+    rank = 0
+    for seat in seats:
+        count = min(seat.slots, world_size - rank)
+        if count < 1:
+            break
+        devices = nodes[seat.node].devices
+        result[seat.node] = tuple(
+            wire.WorkerAssignment(rank=rank + index, local_rank=index, device_uuid=devices[index].uuid if index < len(devices) else "")
+            for index in range(count)
+        )
+        rank += count
+    if rank != world_size:
+        raise ValueError(f"{world_size} workers do not fit on the {rank} slots of {len(seats)} nodes")
+    return result

@@ -1,0 +1,56 @@
+"""Recovery as spans that add up: detect, decide, fence, stop, start, rendezvous, restore, first_step."""
+
+from __future__ import annotations
+
+from regrow.supervisor.core.view import GenerationView, Incident
+
+NAMES = ("detect", "decide", "fence", "stop", "start", "rendezvous", "restore", "first_step")
+"""In order; each begins where the one before ended."""
+
+_MEMBER_PHASE = {"stop": "stopped", "start": "started", "rendezvous": "rendezvous", "restore": "restored"}
+
+
+def spans(incident: Incident) -> dict[str, float]:
+    """Seconds of each phase. They sum to `whole(incident)`; a phase that was passed unseen is 0.
+
+    Phases after the last known mark are left out: the recovery is in that phase now.
+    """
+    ends: dict[str, float] = {"detect": incident.detected_at, "decide": incident.decided_at} | incident.marks
+    if incident.first_step_at is not None:
+        ends["first_step"] = incident.first_step_at
+    known = [name for name in NAMES if name in ends]
+    if not known:
+        return {}
+    result: dict[str, float] = {}
+    last = incident.symptom_at
+    for name in NAMES[: NAMES.index(known[-1]) + 1]:
+        end = max(last, ends.get(name, last))
+        result[name] = end - last
+        last = end
+    return result
+
+
+def current(incident: Incident) -> str:
+    """The phase that an open recovery is in; empty when it is over."""
+    if incident.closed or incident.first_step_at is not None:
+        return ""
+    done = spans(incident)
+    return next((name for name in NAMES if name not in done), "")
+
+
+def whole(incident: Incident) -> float | None:
+    """Seconds from the first symptom to the first completed step; None while open."""
+    return None if incident.first_step_at is None else max(0.0, incident.first_step_at - incident.symptom_at)
+
+
+def marks(generation: GenerationView) -> dict[str, float]:
+    """When the last member passed each phase of a start, as far as all have."""
+    result: dict[str, float] = {}
+    if generation.recorded_at is not None:
+        result["fence"] = generation.recorded_at
+    for name, phase in _MEMBER_PHASE.items():
+        times = [member.phases.get(phase) for member in generation.members.values()]
+        passed = [time for time in times if time is not None]
+        if passed and len(passed) == len(times):
+            result[name] = max(passed)
+    return result

@@ -1,0 +1,156 @@
+"""plan(view, policy, now) -> Decision: pure, level-triggered, total. It says why, with the numbers, and when to look next."""
+
+from __future__ import annotations
+
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import membership, plan_command, plan_form, plan_hardware, plan_recover, plan_run, symptoms
+from regrow.supervisor.core.actions import Decision
+from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.view import GenerationView, JobView, View
+
+_STOP_AGAIN_SECONDS = 3.0
+
+
+def plan(view: View, policy: Policy, now: float) -> Decision:
+    """What to do about everything that the view says, now."""
+    draft = Draft()
+    if view.term_at is None:
+        draft.say("not leading")
+        return draft.decision()
+    plan_hardware.plan(view, policy, now, draft)
+    for job in sorted(view.jobs.values(), key=lambda job: (-job.spec.priority, job.submitted_at, job.spec.job)):
+        _job(view, job, policy, now, draft)
+    _leftovers(view, now, draft)
+    _releases(view, draft)
+    return draft.decision()
+
+
+def _taken(view: View, job: JobView, draft: Draft) -> frozenset[str]:
+    """Nodes that other jobs hold, or that were just given to them: a job keeps its nodes."""
+    taken: set[str] = set()
+    for other in view.jobs.values():
+        if other is not job and other.generation is not None and other.generation.stage != "ended":
+            taken |= set(other.generation.members)
+    for action in draft.actions:
+        if isinstance(action, a.RecordGeneration) and action.job != job.spec.job:
+            taken |= set(action.members)
+    return frozenset(taken)
+
+
+def _job(view: View, job: JobView, policy: Policy, now: float, draft: Draft) -> None:
+    if job.outcome is not None:
+        return
+    if job.command != "run":
+        plan_command.plan(view, job, policy, now, draft)
+        return
+    generation = job.generation
+    if generation is None or generation.stage == "ended":
+        plan_form.form(view, job, policy, now, _taken(view, job, draft), draft)
+        return
+    if generation.stage == "recording":
+        _recording(view, generation, policy, now, draft)
+        return
+    findings = symptoms.find(view, job, generation, policy, now)
+    if findings.symptoms:
+        plan_recover.recover(view, job, generation, findings, policy, now, _taken(view, job, draft), draft)
+        return
+    draft.look(findings.look_at)
+    draft.say(findings.waiting)
+    if len(symptoms.finished_ranks(generation)) == generation.spec.world_size:
+        reason = f"all {generation.spec.world_size} workers reached their declared end at step {job.frontier}"
+        draft.act(plan_form.end(job, "done", reason, exit_code=0), because=reason)
+        return
+    if any(member.sent_at is None for member in generation.members.values()):
+        _start(view, job, generation, policy, now, draft)
+        return
+    plan_run.plan(view, job, generation, policy, now, _taken(view, job, draft), draft)
+
+
+def _recording(view: View, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> None:
+    due = generation.created_at + policy.record_seconds
+    draft.say(f"generation {generation.number} is being recorded" + ("" if view.store_up else ": the store does not answer"))
+    draft.look(due if now < due else None)
+
+
+def _start(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> None:
+    """Send the start to members that do not have it. The TCPStore is the first member's that has an unused one."""
+    unsent = [member for member in generation.members.values() if member.sent_at is None]
+    master = generation.master_address
+    if not master:
+        master = next(
+            (view.nodes[name].spare_store for name in generation.spec.nodes if name in view.nodes and view.nodes[name].spare_store), ""
+        )
+    if not master:
+        since = generation.recorded_at if generation.recorded_at is not None else generation.created_at
+        draft.look(since + policy.phase_seconds)
+        draft.say(f"no member of generation {generation.number} has an unused TCPStore ready")
+        return
+    ready = [member for member in unsent if member.node in view.nodes and view.nodes[member.node].reachable]
+    number = generation.number
+    draft.act(
+        *(
+            a.StartMember(job=job.spec.job, node=member.node, generation=number, group_rank=member.group_rank, master_address=master)
+            for member in ready
+        ),
+        because=f"start generation {number} on {len(ready)} nodes, rendezvous at {master}" if ready else "",
+    )
+    if len(ready) < len(unsent):
+        draft.look(now + policy.reconnect_seconds)
+
+
+def _leftovers(view: View, now: float, draft: Draft) -> None:
+    """Workers of no current generation are stopped. Members of one that starts are told by the start itself."""
+    ordered = {action.node for action in draft.actions if isinstance(action, a.StopWorkers)}
+    recorded = {name for action in draft.actions if isinstance(action, a.RecordGeneration) for name in action.members}
+    for node in view.nodes.values():
+        if node.running is None or not node.reachable or node.name in ordered or node.name in recorded:
+            continue
+        job = view.jobs.get(node.running[0])
+        if job is None:
+            draft.say(f"{node.name} runs {node.running[0]!r}, which nobody knows: left alone")
+            continue
+        if _wanted(job, node.name, node.running[1]):
+            continue
+        if node.stop_sent is not None and node.stop_sent[0] >= node.running[1]:
+            due = node.stop_sent[1] + _STOP_AGAIN_SECONDS
+            if now < due:
+                draft.look(due)
+                continue
+        reason = f"{node.name} runs generation {node.running[1]} of {node.running[0]}, which is over"
+        highest = max(job.highest_generation, node.running[1])
+        draft.act(a.StopWorkers(job=node.running[0], node=node.name, generation=highest, reason=reason), because=reason)
+
+
+def _wanted(job: JobView, node: str, number: int) -> bool:
+    """True: leave it alone. A generation that is being recorded or started replaces older workers itself."""
+    generation = job.generation
+    if generation is None:
+        return False
+    if generation.stage == "ended":
+        return False
+    if node in generation.members:
+        return True
+    return number == generation.number
+
+
+def _releases(view: View, draft: Draft) -> None:
+    busy = {
+        name
+        for job in view.jobs.values()
+        if job.generation is not None and job.generation.stage != "ended" and job.outcome is None
+        for name in job.generation.members
+    }
+    recorded = [action for action in draft.actions if isinstance(action, a.RecordGeneration)]
+    ending = {action.job for action in draft.actions if isinstance(action, a.RecordGeneration | a.EndJob | a.ParkJob)}
+    for node in view.nodes.values():
+        if not node.leaving or node.released or not node.connected or node.name in busy:
+            continue
+        if any(node.name in action.members for action in recorded) or (node.running is not None and node.running[0] in ending):
+            continue
+        draft.act(a.ReleaseNode(node=node.name, reason="nothing of it is in use"), because=f"{node.name} may leave")
+
+
+def usable_nodes(view: View, job: JobView) -> dict[str, str]:
+    """{node: why not} of all nodes for a job; empty text: usable. For people and tests."""
+    return {name: membership.why_not(view, node, job) for name, node in view.nodes.items()}

@@ -1,0 +1,63 @@
+"""Trust in hardware: quarantine by evidence, ways out by time, by a repair, by an operator."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import quarantine
+from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.records import QuarantineRecord
+from regrow.supervisor.core.view import NodeView, View
+
+
+def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
+    """Put out what its own verdict condemns, and move every record on when it is due."""
+    for record in view.quarantine.values():
+        _move_on(view, record, policy, now, draft)
+    for node in view.nodes.values():
+        if node.health.state == "unhealthy" and node.connected and quarantine.is_bad(node):
+            _condemn(view, node, policy, now, draft)
+
+
+def _move_on(view: View, record: QuarantineRecord, policy: Policy, now: float, draft: Draft) -> None:
+    if record.state == "healthy":
+        return
+    node = view.nodes.get(record.node)
+    if record.node in view.clears and record.state in (*quarantine.OUT, "suspect"):
+        cleared = msgspec.structs.replace(record, state="probation", since=now, until=now + policy.probation_seconds)
+        draft.act(a.SetQuarantine(record=cleared), because=f"{record.key}: cleared by an operator, on probation")
+        return
+    moved = quarantine.next_state(record, node, policy, now)
+    if moved is not None:
+        draft.act(a.SetQuarantine(record=moved), because=f"{record.key}: {record.state} -> {moved.state}")
+        return
+    draft.look(quarantine.due_at(record, node, policy))
+
+
+def _condemn(view: View, node: NodeView, policy: Policy, now: float, draft: Draft) -> None:
+    named = node.health.device_uuids or (quarantine.chassis(view, node),)
+    fresh = [key for key in named if key not in view.quarantine or view.quarantine[key].state not in quarantine.OUT]
+    if not fresh or node.name in view.clears:
+        return
+    broken = quarantine.breaker_open(view, policy, now)
+    if broken or not view.automation or "quarantine" in policy.observe_only:
+        why = broken or "automatic quarantine is off"
+        if f"quarantine-{node.name}" not in view.pages:
+            page = a.Page(
+                key=f"quarantine-{node.name}", reason=f"{node.name} would be quarantined ({node.health.reason}): {why}", node=node.name
+            )
+            draft.act(page, because=page.reason)
+        return
+    for key in fresh:
+        record = quarantine.put_out(
+            view.quarantine.get(key),
+            key=key,
+            node=node,
+            now=now,
+            reason=node.health.reason,
+            evidence=node.health.evidence[:8],
+            policy=policy,
+        )
+        draft.act(a.SetQuarantine(record=record), because=f"quarantine {key} of {node.name}: {node.health.reason}")

@@ -1,0 +1,233 @@
+"""From symptoms to one decision: wait for the whole burst, name the cause, ask the ledger, form what can be formed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import ledger, plan_form, quarantine, symptoms
+from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.records import Charge, IncidentSeed
+from regrow.supervisor.core.symptoms import Findings, Symptom
+from regrow.supervisor.core.view import GenerationView, JobView, View
+
+_ORDER = ("wrong_step", "sdc", "node_lost", "returned_empty", "restore_refused", "worker_exit", "hang", "start_failed")
+"""Which symptom is the cause when several are there: earlier ones explain later ones."""
+
+_TEXT_LIMIT = 8_192
+
+
+def recover(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    findings: Findings,
+    policy: Policy,
+    now: float,
+    taken: frozenset[str],
+    draft: Draft,
+) -> None:
+    """One decision for everything that is wrong with a generation."""
+    found = findings.symptoms
+    first = min(symptom.seen_at for symptom in found)
+    explained = any(symptom.explains for symptom in found)
+    ready = first + (policy.coalesce_seconds if explained else policy.victim_seconds)
+    if now < ready:
+        draft.look(ready)
+        waits = "the whole burst" if explained else "an explanation: all that is known are workers that lost a peer"
+        draft.say(f"{len(found)} symptoms in generation {generation.number}; {ready - now:.2f} s more for {waits}")
+        return
+    main = diagnose(found)
+    if main.kind == "hang" and _collect_stacks(job, generation, policy, now, draft):
+        return
+    main = _blame_hardware(view, main)
+    seed = _seed(job, generation, main, found, now)
+    charge = _charge(job, generation, seed, main, found, now) if seed.cause else None
+    if main.fatal:
+        draft.act(_fail(job, main, main.fatal, ledger.DO_NOT_REQUEUE, charge), because=main.fatal)
+        return
+    delay = 0.0
+    verdict_text = "not charged"
+    if charge is not None:
+        verdict = ledger.judge(job.ledger, charge, job.spec, policy)
+        verdict_text = verdict.reason
+        if not verdict.allowed:
+            reason = f"{verdict.reason}: {_place(main)}{main.text}"
+            draft.act(_fail(job, main, reason, verdict.exit_code, charge), because=reason)
+            return
+        delay = verdict.delay_seconds
+    elif job.unstarted >= policy.unstarted_limit:
+        _give_up(job, main, policy, draft)
+        return
+    if delay > 0 and now < ready + delay:
+        draft.look(ready + delay)
+        draft.say(f"{_place(main)}{main.text}; waits {ready + delay - now:.1f} s: the last attempt made no progress")
+        return
+    without, quarantines = _exclusions(view, generation, found, main, policy, now)
+    others = f" (+{len(found) - 1} symptoms of the same incident)" if len(found) > 1 else ""
+    cause = plan_form.Cause(
+        seed=seed,
+        charge=charge,
+        without=without,
+        damaged=_damaged(job, generation, main),
+        verified_only=main.kind == "sdc",
+        note=f"{main.kind} {_place(main)}{main.text}{others}; {verdict_text}",
+    )
+    decided = len(draft.actions)
+    plan_form.form(view, job, policy, now, taken, draft, cause)
+    if len(draft.actions) > decided:
+        draft.act(*quarantines)
+
+
+def diagnose(found: tuple[Symptom, ...]) -> Symptom:
+    """The symptom that explains the others: by kind, explaining ones and program errors before bare exits, then by time."""
+    return min(
+        found,
+        key=lambda item: (not item.explains, _ORDER.index(item.kind), item.cause != "program", item.at, item.rank),
+    )
+
+
+def _collect_stacks(job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> bool:
+    """Evidence first: stacks of all ranks. True while they are awaited."""
+    if generation.stacks_asked_at is None:
+        action = a.AskStacks(job=job.spec.job, generation=generation.number, nodes=tuple(generation.members))
+        draft.act(action, because=f"generation {generation.number} does not move: collect the stacks of all ranks")
+        draft.look(now + policy.stacks_seconds)
+        return True
+    due = generation.stacks_asked_at + policy.stacks_seconds
+    if len(generation.stacks) >= generation.spec.world_size or now >= due:
+        return False
+    draft.look(due)
+    draft.say(f"{len(generation.stacks)} of {generation.spec.world_size} stacks are here")
+    return True
+
+
+def _blame_hardware(view: View, main: Symptom) -> Symptom:
+    """A worker that ended on a node whose health verdict is bad is the node's fault."""
+    node = view.nodes.get(main.node)
+    if main.kind in ("worker_exit", "hang") and node is not None and node.health.state == "unhealthy":
+        text = f"{main.text}; the health of {main.node} is bad: {node.health.reason}"
+        return msgspec.structs.replace(main, cause="infrastructure", text=text, traceback="")
+    if main.cause and node is not None and node.leaving:
+        return msgspec.structs.replace(main, cause="preemption", text=f"{main.text}; {main.node} is leaving: {node.leaving}")
+    return main
+
+
+def _place(main: Symptom) -> str:
+    where = f"rank {main.rank} " if main.rank >= 0 else ""
+    where += f"on {main.node} " if main.node and main.rank >= 0 else ""
+    return where
+
+
+def _seed(job: JobView, generation: GenerationView, main: Symptom, found: tuple[Symptom, ...], now: float) -> IncidentSeed:
+    return IncidentSeed(
+        id=f"{job.spec.job}-g{generation.number}",
+        kind=main.kind,
+        cause=main.cause,
+        symptom_at=min(now, *(symptom.at for symptom in found)),
+        detected_at=min(now, *(symptom.seen_at for symptom in found)),
+        node=main.node,
+        rank=main.rank,
+        text=main.text[:_TEXT_LIMIT],
+    )
+
+
+def _charge(job: JobView, generation: GenerationView, seed: IncidentSeed, main: Symptom, found: tuple[Symptom, ...], now: float) -> Charge:
+    step = max(job.frontier, job.ledger.frontier)
+    since = generation.recorded_at if generation.recorded_at is not None else now
+    return Charge(
+        at=now,
+        cause=main.cause,
+        generation=generation.number,
+        incident=seed.id,
+        step=step,
+        fingerprint=ledger.fingerprint(main.traceback),
+        early=step <= 0 and _certain_to_repeat(job, generation, main, found),
+        ran_seconds=max(0.0, now - since) if symptoms.level(generation) == 0 else 0.0,
+        text=main.text[:500],
+    )
+
+
+_PERMANENT = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
+"""Errors of the program text: a restart cannot help."""
+
+
+def _certain_to_repeat(job: JobView, generation: GenerationView, main: Symptom, found: tuple[Symptom, ...]) -> bool:
+    """A job that is known to report steps failed before its first; or a script that does not fails the same on all its ranks."""
+    if main.kind != "worker_exit" or main.cause != ledger.PROGRAM:
+        return False
+    declares = job.spec.mesh is not None or job.spec.global_batch > 0 or job.spec.model is not None
+    if declares or symptoms.level(generation) > 0 or main.text.startswith(_PERMANENT):
+        return True
+    marks = {ledger.fingerprint(item.traceback) for item in found if item.kind == "worker_exit"}
+    return len(generation.exits) == generation.spec.world_size and len(marks) == 1
+
+
+def _fail(job: JobView, main: Symptom, reason: str, exit_code: int, charge: Charge | None) -> a.EndJob:
+    return plan_form.end(
+        job,
+        "failed",
+        reason,
+        exit_code=exit_code,
+        cause=main.cause,
+        node=main.node,
+        rank=main.rank,
+        traceback=main.traceback[:_TEXT_LIMIT],
+        charge=charge,
+    )
+
+
+def _give_up(job: JobView, main: Symptom, policy: Policy, draft: Draft) -> None:
+    reason = f"{job.unstarted} generations in a row did not start (limit {policy.unstarted_limit}): {main.text}"
+    draft.act(
+        _fail(job, main, reason, 1, None),
+        a.Page(key=f"unstarted-{job.spec.job}", reason=reason, job=job.spec.job),
+        because=reason,
+    )
+
+
+def _exclusions(
+    view: View, generation: GenerationView, found: tuple[Symptom, ...], main: Symptom, policy: Policy, now: float
+) -> tuple[frozenset[str], list[a.Action]]:
+    """Nodes that the next generation leaves out, and the hardware that is not trusted any more."""
+    without = {symptom.node for symptom in found if symptom.kind == "node_lost"}
+    without |= {symptom.node for symptom in found if symptom.kind == "start_failed" and symptom.cause}
+    orders: list[a.Action] = []
+    node = view.nodes.get(main.node)
+    allowed = view.automation and "quarantine" not in policy.observe_only
+    if node is None or main.kind not in ("sdc", "hang", "worker_exit") or main.rank < 0:
+        return frozenset(without), orders
+    key = quarantine.key_of(view, node, generation.device_of(main.rank))
+    previous = view.quarantine.get(key)
+    if main.kind == "sdc":
+        broken = quarantine.breaker_open(view, policy, now)
+        if broken or not allowed:
+            orders.append(a.Page(key=f"quarantine-{key}", reason=broken or "automatic quarantine is off", node=node.name))
+            return frozenset(without | {node.name}), orders
+        record = quarantine.put_out(previous, key=key, node=node, now=now, reason=main.text, evidence=("sdc",), policy=policy)
+        return frozenset(without | {node.name}), [a.SetQuarantine(record=record)]
+    if main.cause == "program" or not allowed or quarantine.breaker_open(view, policy, now):
+        return frozenset(without), orders
+    if main.kind == "hang":
+        record = quarantine.suspect(previous, key=key, node=node, now=now, reason=main.text, policy=policy)
+        orders.append(a.SetQuarantine(record=record))
+        if record.state in quarantine.OUT:
+            without.add(node.name)
+    return frozenset(without), orders
+
+
+def _damaged(job: JobView, generation: GenerationView, main: Symptom) -> dict[int, str]:
+    """Checkpoints that this incident rules out."""
+    if main.kind == "restore_refused" and generation.refusal is not None:
+        return {generation.refusal.step: generation.refusal.problem}
+    if main.kind == "sdc" and generation.divergence is not None:
+        since = max((step for step in job.agreed_steps if step < generation.divergence.step), default=0)
+        start = generation.spec.restore.step if generation.spec.restore else 0
+        since = max(since, start)
+        return {
+            step: f"written after state diverged: {generation.divergence.text}"
+            for step, item in job.checkpoints.items()
+            if step > since and item.generation == generation.number and not item.damaged
+        }
+    return {}

@@ -1,0 +1,230 @@
+"""A generation that trains: drains, growth, evidence for checkpoints, the failure rate, budgets."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow.errors import ConfigurationError
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import ledger, membership, meshes, plan_form, rates, symptoms
+from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.records import Charge, IncidentSeed
+from regrow.supervisor.core.view import Boundary, GenerationView, JobView, View
+
+_RATE_CHANGE = 0.25
+"""Workers are told a new failure rate when it moved by more than this share."""
+
+
+def plan(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
+    """What a healthy generation needs."""
+    _evidence(job, draft)
+    leaving = _to_drain(view, job, generation)
+    if leaving and (view.automation or any(kind == "asked" for _, kind in leaving.values())):
+        _drain(view, job, generation, leaving, policy, now, taken, draft)
+        return
+    if job.boundary is not None:
+        _boundary(view, job, job.boundary, policy, now, taken, draft)
+        return
+    if generation.first_step_at is None:
+        return
+    _tell_rate(job, generation, now, draft)
+    _restore_budget(job, policy, now, draft)
+    if view.automation and "growth" not in policy.observe_only:
+        _grow(view, job, generation, policy, now, taken, draft)
+
+
+def _evidence(job: JobView, draft: Draft) -> None:
+    """A checkpoint of a step at which all replicas agreed is verified by that."""
+    for step in sorted(job.agreed_steps & set(job.checkpoints)):
+        item = job.checkpoints[step]
+        if "replica_consistent" not in item.evidence and not item.damaged:
+            action = a.SetCheckpoint(job=job.spec.job, step=step, generation=item.generation, evidence=("replica_consistent",))
+            draft.act(action, because=f"checkpoint of step {step} is verified: all replicas agreed at that step")
+
+
+def _to_drain(view: View, job: JobView, generation: GenerationView) -> dict[str, tuple[str, str]]:
+    """Members that should go: {node: (why, asked | health)}."""
+    result: dict[str, tuple[str, str]] = {}
+    for name in generation.members:
+        node = view.nodes.get(name)
+        if node is None or not node.reachable:
+            continue
+        why = membership.why_not(view, node, job)
+        if not why or why == "cordoned":
+            continue
+        asked = bool(node.leaving) or name in view.drains
+        result[name] = (why, "asked" if asked else "health")
+    return result
+
+
+def _drain(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    leaving: dict[str, tuple[str, str]],
+    policy: Policy,
+    now: float,
+    taken: frozenset[str],
+    draft: Draft,
+) -> None:
+    """Save at the next boundary, then form without these nodes. What cannot save, or has no time, goes at once."""
+    names = tuple(sorted(leaving))
+    text = "; ".join(f"{name} {leaving[name][0]}" for name in names)
+    boundary = job.boundary
+    saves = generation.first_step_at is not None and bool(job.spec.checkpoint.path) and symptoms.level(generation) > 0
+    limits = [view.nodes[name].leave_by for name in names]
+    seconds = min([policy.save_seconds, *(by - now for by in limits if by is not None)])
+    if saves and boundary is None and seconds > 0:
+        remaining = membership.eligible(view, job, taken)
+        if not any(view.nodes[name].leaving for name in names) and membership.may_form(
+            generation.spec.nodes, remaining, job.spec.min_nodes
+        ):
+            draft.say(f"drain waits: {text}; {len(remaining)} other usable nodes are fewer than the least number {job.spec.min_nodes}")
+            return
+        draft.act(
+            a.AskSave(
+                job=job.spec.job,
+                generation=generation.number,
+                nodes=tuple(generation.members),
+                purpose="drain",
+                deadline_seconds=seconds,
+                reason=text,
+            ),
+            because=f"drain: {text}; save within {seconds:.0f} s, then go on without",
+        )
+        draft.look(now + seconds)
+        return
+    if boundary is not None and boundary.committed_step is None and not boundary.failed and now < boundary.deadline:
+        draft.look(boundary.deadline)
+        draft.say(f"drain: {text}; the save has {boundary.deadline - now:.1f} s left")
+        return
+    _form_without(view, job, generation, names, text, policy, now, taken, draft)
+
+
+def _form_without(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    names: tuple[str, ...],
+    text: str,
+    policy: Policy,
+    now: float,
+    taken: frozenset[str],
+    draft: Draft,
+) -> None:
+    node = view.nodes[names[0]]
+    asked = names[0] in view.drains and not node.leaving
+    kind, reason = ("leaving", "preemption") if node.leaving else ("drain", "") if asked else ("unhealthy", "infrastructure")
+    boundary = job.boundary
+    since = boundary.asked_at if boundary is not None else now
+    seed = IncidentSeed(
+        id=f"{job.spec.job}-g{generation.number}",
+        kind=kind,
+        cause=reason or "planned",
+        symptom_at=since,
+        detected_at=since,
+        node=names[0],
+        text=text,
+    )
+    charge = None
+    if reason:
+        step = max(job.frontier, job.ledger.frontier)
+        charge = Charge(at=now, cause=reason, generation=generation.number, incident=seed.id, step=step, text=text[:500])
+        verdict = ledger.judge(job.ledger, charge, job.spec, policy)
+        if not verdict.allowed:
+            draft.act(
+                plan_form.end(job, "failed", verdict.reason, exit_code=verdict.exit_code, cause=reason, node=names[0], charge=charge),
+                because=verdict.reason,
+            )
+            return
+    saved = f"saved step {boundary.committed_step}" if boundary and boundary.committed_step is not None else "nothing new was saved"
+    cause = plan_form.Cause(seed=seed, charge=charge, without=frozenset(names), note=f"{kind}: {text}; {saved}")
+    plan_form.form(view, job, policy, now, taken, draft, cause)
+
+
+def _boundary(view: View, job: JobView, boundary: Boundary, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
+    """A save that was asked for: form when it is committed, forget it when it failed or took too long."""
+    if boundary.committed_step is not None:
+        seed = IncidentSeed(
+            id=f"{job.spec.job}-g{boundary.generation}",
+            kind=boundary.purpose,
+            cause="planned",
+            symptom_at=now,
+            detected_at=now,
+            text=boundary.purpose,
+        )
+        note = f"{boundary.purpose} at the checkpoint of step {boundary.committed_step}"
+        plan_form.form(view, job, policy, now, taken, draft, plan_form.Cause(seed=seed, note=note))
+        return
+    if boundary.failed or now >= boundary.deadline:
+        why = boundary.failed or f"not committed within {boundary.deadline - boundary.asked_at:.0f} s"
+        draft.act(a.EndBoundary(job=job.spec.job, reason=why), because=f"{boundary.purpose} is put off: the save was {why}")
+        return
+    draft.look(boundary.deadline)
+    draft.say(f"{boundary.purpose} waits for the save that was asked for {now - boundary.asked_at:.1f} s ago")
+
+
+def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
+    """Use nodes that are back, when the gain until the next failure beats the cost of one more restart."""
+    seats = membership.eligible(view, job, taken)
+    places = sum(seat.slots for seat in seats)
+    world = generation.spec.world_size
+    if places <= world or not job.spec.checkpoint.path or symptoms.level(generation) == 0:
+        return
+    try:
+        choice = meshes.choose(job.spec, places)
+    except ConfigurationError:
+        return
+    if choice is None or choice.workers_used <= world:
+        return
+    last = max(value for value in (job.last_formed_at, job.boundary_failed_at, generation.first_step_at) if value is not None)
+    due = last + policy.growth_cooldown_seconds
+    if now < due:
+        draft.look(due)
+        draft.say(f"growth from {world} to {choice.workers_used} workers waits {due - now:.1f} s (cool-down)")
+        return
+    horizon = min(policy.growth_horizon_seconds, 1.0 / rates.failure_rate(job, now))
+    restart = job.restart_seconds if job.restart_seconds is not None else policy.restart_seconds_prior
+    gain, cost = (choice.workers_used - world) * horizon, choice.workers_used * (restart + (rates.median_step(job) or 0.0))
+    numbers = f"gain {gain:.0f} GPU-s in {horizon:.0f} s, cost {cost:.0f} GPU-s"
+    if gain <= cost:
+        draft.say(f"no growth from {world} to {choice.workers_used} workers: {numbers}")
+        return
+    draft.act(
+        a.AskSave(
+            job=job.spec.job,
+            generation=generation.number,
+            nodes=tuple(generation.members),
+            purpose="growth",
+            deadline_seconds=policy.save_seconds,
+            reason=f"grow to {choice.workers_used} workers",
+        ),
+        because=f"grow from {world} to {choice.workers_used} workers at the next checkpoint: {numbers}",
+    )
+    draft.look(now + policy.save_seconds)
+
+
+def _tell_rate(job: JobView, generation: GenerationView, now: float, draft: Draft) -> None:
+    rate = rates.failure_rate(job, now)
+    told = generation.rate_told or generation.spec.failures_per_second
+    if told > 0 and abs(rate - told) <= _RATE_CHANGE * told:
+        return
+    draft.act(
+        a.TellRate(job=job.spec.job, generation=generation.number, nodes=tuple(generation.members), failures_per_second=rate),
+        because=f"failure rate of {job.spec.job} is now {rate * 3600:.3g} per hour (was {told * 3600:.3g})",
+    )
+
+
+def _restore_budget(job: JobView, policy: Policy, now: float, draft: Draft) -> None:
+    due = ledger.restore_due(job.ledger, policy, now)
+    if due is None:
+        return
+    if now < due:
+        draft.look(due)
+        return
+    book = msgspec.structs.replace(job.ledger, restored_at=now, frontier=max(job.ledger.frontier, job.frontier))
+    draft.act(
+        a.SaveLedger(job=job.spec.job, ledger=book),
+        because=f"budgets of {job.spec.job} are restored: {policy.healthy_seconds:.0f} s of progress",
+    )

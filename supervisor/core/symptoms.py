@@ -1,0 +1,220 @@
+"""What is wrong with a generation now, read from the view. A symptom that explains others ends the waiting for more."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from regrow.supervisor.core import hang, rates
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Member, NodeView, View
+
+RESTORE_FAILED_EXIT = 75
+"""Exit code of a worker that could not load the restore point: its reason comes as a message of its own."""
+_SIGKILL, _SIGABRT = 9, 6
+
+_LOST_PEER = re.compile(
+    r"DistNetworkError|DistStoreError|DistBackendError|RendezvousConnection|RendezvousTimeout|ConnectionResetError|ConnectionRefusedError"
+    r"|BrokenPipeError|Connection (?:reset|closed|refused|aborted)|Broken pipe|ECONN|EPIPE|gloo/transport|Gloo (?:connect|all|context)"
+    r"|\[enforce fail at .*gloo|Application timeout caused pair closure|Timed out waiting|NCCL (?:error|communicator)|ncclSystemError"
+    r"|ncclRemoteError|Socket Timeout|socket timeout|GenerationChanged|peer closed|Read error|recvValue failed|sendBytes failed",
+)
+
+
+class Symptom(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong."""
+
+    kind: str
+    at: float
+    """When it began, as far as known."""
+    seen_at: float
+    cause: str
+    """infrastructure, preemption, program, unknown; empty: not charged."""
+    text: str
+    node: str = ""
+    rank: int = -1
+    traceback: str = ""
+    explains: bool = True
+    """False: most likely the victim of something else that we have not heard of yet."""
+    fatal: str = ""
+    """The job must stop: why."""
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """All symptoms, and when to look again if nothing happens."""
+
+    symptoms: tuple[Symptom, ...]
+    look_at: float | None = None
+    waiting: str = ""
+    """What is suspicious and not held against anybody yet."""
+
+
+def level(generation: GenerationView) -> int:
+    """0: a script that does not know Regrow (restarts only); 1: it reports phases or steps."""
+    if generation.completed_step is not None or any(fact.exit.last_step >= 0 for fact in generation.exits.values()):
+        return 1
+    known = {"started", "fenced", "stopped"}
+    return 1 if any(set(member.phases) - known for member in generation.members.values()) else 0
+
+
+def finished_ranks(generation: GenerationView) -> set[int]:
+    """Ranks that reached their declared end (or, without Regrow in the script, left with 0)."""
+    plain = level(generation) == 0
+    return {
+        rank
+        for rank, fact in generation.exits.items()
+        if not fact.exit.torn_down and fact.exit.signal == 0 and fact.exit.exit_code == 0 and (fact.exit.declared_end or plain)
+    }
+
+
+def find(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float) -> Findings:
+    """Everything that is wrong with the running generation of a job."""
+    finished = finished_ranks(generation)
+    symptoms = [made for fact in generation.exits.values() if (made := _of_exit(fact, generation, finished)) is not None]
+    symptoms += _of_state(generation)
+    failing = any(symptom.kind == "worker_exit" for symptom in symptoms)
+    looks: list[float] = []
+    waiting: list[str] = []
+    everyone_gone = len(view.nodes) > 1 and not any(node.reachable for node in view.nodes.values())
+    for member in generation.members.values():
+        if all(worker.rank in finished for worker in member.workers):
+            continue
+        found, look = _of_member(view, job, generation, member, policy, now, failing=failing, everyone_gone=everyone_gone)
+        symptoms += [found] if found is not None else []
+        if look is not None and found is None:
+            looks.append(look[0])
+            waiting.append(look[1])
+    return Findings(symptoms=tuple(symptoms), look_at=min(looks) if looks else None, waiting="; ".join(waiting[:3]))
+
+
+def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> Symptom | None:
+    ended = fact.exit
+    if ended.torn_down or ended.rank in finished:
+        return None
+    base = Symptom(
+        kind="worker_exit", at=fact.at, seen_at=fact.at, cause="unknown", text="", node=fact.node, rank=ended.rank, traceback=ended.error
+    )
+    change = msgspec.structs.replace
+    if ended.oom_killed:
+        return change(base, text="killed by the kernel: out of memory")
+    if ended.signal:
+        hint = " (out of memory suspected)" if ended.signal == _SIGKILL else ""
+        return change(base, text=f"ended by signal {ended.signal}{hint}", explains=ended.signal != _SIGABRT)
+    if ended.exit_code == 0:
+        return change(base, text="left with 0 before its declared end")
+    if ended.exit_code == RESTORE_FAILED_EXIT:
+        return change(base, text="could not restore", explains=generation.refusal is not None)
+    last = ended.error.strip().splitlines()[-1] if ended.error.strip() else ""
+    if _LOST_PEER.search(ended.error):
+        return change(base, text=f"lost a peer: {last[:200]}", explains=False, traceback="")
+    if ended.error:
+        return change(base, cause="program", text=last[:300])
+    return change(base, text=f"left with {ended.exit_code} and no traceback")
+
+
+def _of_state(generation: GenerationView) -> list[Symptom]:
+    """Facts that the generation as a whole has collected."""
+    found: list[Symptom] = []
+    if generation.wrong_step:
+        at = generation.first_step_at or generation.created_at
+        found.append(
+            Symptom(kind="wrong_step", at=at, seen_at=at, cause="program", text=generation.wrong_step, fatal=generation.wrong_step)
+        )
+    if generation.divergence is not None:
+        what = generation.divergence
+        node = generation.node_of(what.rank)
+        found.append(Symptom(kind="sdc", at=what.at, seen_at=what.at, cause="infrastructure", text=what.text, node=node, rank=what.rank))
+    if generation.refusal is not None:
+        what = generation.refusal
+        text = f"checkpoint of step {what.step} does not load: {what.problem}"
+        found.append(Symptom(kind="restore_refused", at=what.at, seen_at=what.at, cause="", text=text, node=what.node, rank=what.rank))
+    if generation.stall is not None:
+        what = generation.stall
+        odd = hang.odd_rank(what.ranks, generation.stacks)
+        text = f"no progress for {what.at - what.since:.1f} s (limit {what.limit_seconds:.1f} s); "
+        text += f"rank {odd.rank}: {odd.why}" if odd.rank >= 0 else odd.why
+        node = generation.node_of(odd.rank)
+        found.append(Symptom(kind="hang", at=what.since, seen_at=what.at, cause="unknown", text=text, node=node, rank=odd.rank))
+    return found
+
+
+_Look = tuple[float, str]
+
+
+def _of_member(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    member: Member,
+    policy: Policy,
+    now: float,
+    *,
+    failing: bool,
+    everyone_gone: bool,
+) -> tuple[Symptom | None, _Look | None]:
+    name = member.node
+    if member.empty_at is not None:
+        text = f"the agent of {name} is there without its workers"
+        cause = "" if generation.adopted and generation.first_step_at is None else "infrastructure"
+        return Symptom(kind="returned_empty", at=member.empty_at, seen_at=member.empty_at, cause=cause, text=text, node=name), None
+    if member.refused_at is not None:
+        text = f"{name} did not start: {member.refused}"
+        return Symptom(kind="start_failed", at=member.refused_at, seen_at=member.refused_at, cause="", text=text, node=name), None
+    node = view.nodes.get(name)
+    if node is None or not node.reachable:
+        return _gone(view, job, generation, node, name, policy, now, failing=failing, everyone_gone=everyone_gone)
+    return _late(generation, member, policy, now)
+
+
+def _gone(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    node: NodeView | None,
+    name: str,
+    policy: Policy,
+    now: float,
+    *,
+    failing: bool,
+    everyone_gone: bool,
+) -> tuple[Symptom | None, _Look | None]:
+    """Silence is suspicion; progress excuses it; failing peers, or progress that stopped, confirm it."""
+    term = view.term_at if view.term_at is not None else generation.created_at
+    closed = node is None or not node.connected
+    since = term if node is None else (node.silent_since or node.disconnected_at or term)
+    what = "closed its connection" if closed else "is silent"
+    if everyone_gone and not failing:
+        return None, (now + policy.takeover_seconds, "all nodes are silent at once: the observer is at fault")
+    lost = Symptom(kind="node_lost", at=since, seen_at=since, cause="infrastructure", text=f"{name} {what}", node=name)
+    if failing:
+        return msgspec.structs.replace(lost, text=f"{name} {what} and its peers' workers failed"), None
+    progress = max(generation.progress_at or generation.created_at, since)
+    limit = rates.stopped_limit(job, policy)
+    due = max(progress + limit, since + policy.reconnect_seconds)
+    if generation.adopted and not any(member.adopted for member in generation.members.values()):
+        due = max(due, term + policy.takeover_seconds)
+    if level(generation) == 0 and generation.recorded_at is not None and not generation.adopted:
+        due = max(due, since + policy.orphan_seconds)
+    if now < due:
+        return None, (due, f"{name} {what}; progress excuses it until {due - now:.1f} s from now")
+    text = f"{name} {what} for {now - since:.1f} s and no step completed for {now - progress:.1f} s (limit {limit:.1f} s)"
+    return msgspec.structs.replace(lost, text=text, seen_at=due), None
+
+
+def _late(generation: GenerationView, member: Member, policy: Policy, now: float) -> tuple[Symptom | None, _Look | None]:
+    """Deadlines of a start."""
+    if generation.first_step_at is not None or generation.adopted or generation.recorded_at is None:
+        return None, None
+    if "started" not in member.phases:
+        since = member.sent_at if member.sent_at is not None else generation.recorded_at
+        due, what = since + policy.phase_seconds, "has not started its workers"
+    elif level(generation) > 0:
+        since = generation.recorded_at
+        due, what = since + policy.start_seconds, "has not completed a first step"
+    else:
+        return None, None
+    if now < due:
+        return None, (due, "")
+    text = f"{member.node} {what} in time"
+    return Symptom(kind="start_failed", at=since, seen_at=due, cause="infrastructure", text=text, node=member.node), None
