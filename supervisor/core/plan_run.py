@@ -72,16 +72,15 @@ def _drain(
     names = tuple(sorted(leaving))
     text = "; ".join(f"{name} {leaving[name][0]}" for name in names)
     boundary = job.boundary
+    forced = any(view.nodes[name].leaving for name in names)
+    remaining = membership.eligible(view, job, taken)
+    if not forced and membership.may_form(generation.spec.nodes, remaining, job.spec.min_nodes):
+        draft.say(f"drain waits: {text}; {len(remaining)} other usable nodes are fewer than the least number {job.spec.min_nodes}")
+        return
     saves = generation.first_step_at is not None and bool(job.spec.checkpoint.path) and symptoms.level(generation) > 0
     limits = [view.nodes[name].leave_by for name in names]
     seconds = min([policy.save_seconds, *(by - now for by in limits if by is not None)])
     if saves and boundary is None and seconds > 0:
-        remaining = membership.eligible(view, job, taken)
-        if not any(view.nodes[name].leaving for name in names) and membership.may_form(
-            generation.spec.nodes, remaining, job.spec.min_nodes
-        ):
-            draft.say(f"drain waits: {text}; {len(remaining)} other usable nodes are fewer than the least number {job.spec.min_nodes}")
-            return
         draft.act(
             a.AskSave(
                 job=job.spec.job,
@@ -146,6 +145,13 @@ def _form_without(
 def _boundary(view: View, job: JobView, boundary: Boundary, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
     """A save that was asked for: form when it is committed, forget it when it failed or took too long."""
     if boundary.committed_step is not None:
+        places = sum(seat.slots for seat in membership.eligible(view, job, taken))
+        better = meshes.choose(job.spec, places)
+        world = job.generation.spec.world_size if job.generation else 0
+        if boundary.purpose != "growth" or better is None or better.workers_used <= world:
+            why = f"{places} places are left" if boundary.purpose == "growth" else "nobody is to be drained any more"
+            draft.act(a.EndBoundary(job=job.spec.job, reason=why), because=f"{boundary.purpose} is called off: {why}")
+            return
         seed = IncidentSeed(
             id=f"{job.spec.job}-g{boundary.generation}",
             kind=boundary.purpose,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from regrow.errors import InternalError
 from regrow.supervisor.core.actions import Action, Decision
 from regrow.supervisor.core.events import Event, Issued
 from regrow.supervisor.core.fold import fold
 from regrow.supervisor.core.plan import plan
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import View
+
+
+_MOST_ROUNDS = 16
+"""Plans that follow from each other in one turn. More means that two rules undo each other: a bug."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,13 +27,23 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def turn(view: View, events: tuple[Event, ...], policy: Policy, now: float) -> Turn:
-    """Fold `events`, decide, and fold the decision before anybody carries it out."""
+    """Fold `events`, decide until nothing more follows, and fold every decision before anybody carries it out.
+
+    Raises:
+        InternalError: the plan does not come to rest.
+    """
     for event in events:
         view = fold(view, event)
-    decision = plan(view, policy, now)
     issued: list[tuple[int, Action]] = []
-    for action in decision.actions:
-        seq = view.next_seq
-        view = fold(view, Issued(at=now, seq=seq, action=action, reason=decision.reason))
-        issued.append((seq, action))
-    return Turn(view=view, decision=decision, actions=tuple(issued))
+    reasons: list[str] = []
+    for _ in range(_MOST_ROUNDS):
+        decision = plan(view, policy, now)
+        reasons += [decision.reason] if decision.reason else []
+        for action in decision.actions:
+            seq = view.next_seq
+            view = fold(view, Issued(at=now, seq=seq, action=action, reason=decision.reason))
+            issued.append((seq, action))
+        if not decision.actions:
+            whole = Decision(actions=tuple(action for _, action in issued), reason=" | ".join(reasons), wake_at=decision.wake_at)
+            return Turn(view=view, decision=whole, actions=tuple(issued))
+    raise InternalError(f"no rest after {_MOST_ROUNDS} rounds: {reasons[-1]}", where="turn")
