@@ -183,7 +183,7 @@ def write_record(pending: PendingCommit, *, written_at: float) -> Record:
         entries = catalog.scan(directory.parent)
         own = next((entry for entry in entries if entry.name == directory.name and entry.sequence >= 0), None)
         _check_fence(pending, entries)
-        sequence = own.sequence if own else max((entry.sequence for entry in entries), default=0) + 1
+        sequence = own.sequence if own else max((0, *(entry.sequence for entry in entries))) + 1
         index = dcp.metadata(ranks)
         publish(directory, DCP_METADATA_NAME, index)
         record = seal(_record(pending, manifests, index, sequence, written_at))

@@ -55,7 +55,7 @@ def item_of(name: str, value: torch.Tensor) -> Item:
     if any(placement.is_partial() for placement in value.placements):
         raise ConfigurationError(f"tensor {name} is a partial sum on its ranks", hint="reduce it before the save")
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    local = value.detach().to_local()
+    local = local_of(value)
     if tuple(local.shape) != tuple(sizes):
         raise ConfigurationError(f"tensor {name} holds {tuple(local.shape)} here, its placement says {tuple(sizes)}")
     if not all(sizes):
@@ -63,34 +63,56 @@ def item_of(name: str, value: torch.Tensor) -> Item:
     return Item(Box(name, dtype, tuple(value.shape), tuple(offsets), tuple(sizes)), local)
 
 
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """The tensor that this rank holds of `value`, without a graph and without a copy."""
+    local: torch.Tensor = getattr(value, "_local_tensor", value)
+    return local.detach()
+
+
 def modules_of(model: Any) -> list[torch.nn.Module]:
     """One module or several (pipeline stages) as a list."""
     return [model] if isinstance(model, torch.nn.Module) else list(cast("Iterable[torch.nn.Module]", model))
 
 
-def model_tensors(model: Any, aliases: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Parameters and persistent buffers by canonical name, and extra state that is not a tensor.
+class Collected:
+    """Live tensors by canonical name; further tensors that are loaded with the same content; what is no tensor."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.copies: list[tuple[str, torch.Tensor]] = []
+        self.others: dict[str, Any] = {}
+
+
+def model_tensors(model: Any, aliases: Mapping[str, str]) -> Collected:
+    """Parameters and persistent buffers under their fully qualified names.
 
     A tensor that several names share is listed once, under the name that `aliases` gives, else the first in order.
-    A name in `aliases` is always stored under its target, also where this rank holds only the alias.
+    A name in `aliases` is always stored under its target, also where this rank holds only the alias; where it holds
+    both as tensors of their own (untied by a parallel layout), the second one becomes a copy.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
-    seen: dict[int, str] = {}
+    found = Collected()
+    seen: set[int] = set()
     for module in modules_of(model):
         for raw, value in module.state_dict(keep_vars=True).items():
-            name = clean_name(raw)
-            name = aliases.get(name, name)
+            name = aliases.get(clean_name(raw), clean_name(raw))
             if not isinstance(value, torch.Tensor):
-                others[name] = value
+                found.others[name] = value
             elif id(value) not in seen:
-                if name in tensors:
-                    raise ConfigurationError(
-                        f"two tensors of the model are named {name}", hint='number layers globally, for example ModuleDict {"3": Block}'
-                    )
-                seen[id(value)] = name
-                tensors[name] = value
-    return tensors, others
+                seen.add(id(value))
+                _add(found, name, value, is_alias=clean_name(raw) in aliases)
+    return found
+
+
+def _add(found: Collected, name: str, value: torch.Tensor, *, is_alias: bool) -> None:
+    other = found.tensors.get(name)
+    if other is None:
+        found.tensors[name] = value
+    elif is_alias:
+        found.copies.append((name, value))
+    else:
+        raise ConfigurationError(
+            f"two tensors of the model are named {name}", hint='number layers globally, for example ModuleDict {"3": Block}'
+        )
 
 
 def parameter_names(model: Any, aliases: Mapping[str, str]) -> dict[int, str]:
@@ -110,30 +132,43 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(cast("Iterable[torch.optim.Optimizer]", optimizer))
 
 
-def optimizer_state(optimizer: Any, names: dict[int, str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors of optimizer state by canonical name, and per-parameter values that are not tensors.
+def optimizer_state(optimizer: Any, names: dict[int, str]) -> Collected:
+    """Tensors of optimizer state by canonical name (``<fqn>.<key>``), and per-parameter values that are not tensors.
 
     Raises:
         ConfigurationError: the optimizer has parameters that the model does not have.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, Any] = {}
+    found = Collected()
     for one in optimizers_of(optimizer):
         for group in one.param_groups:
             for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    raise ConfigurationError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model",
-                        hint="give train_state() the model that the optimizer was made from",
-                    )
+                name = name_of(parameter, names)
                 for key, value in one.state.get(parameter, {}).items():
-                    full = f"optimizer.{name}.{key}"
-                    if isinstance(value, torch.Tensor):
-                        tensors[full] = _like_parameter(full, value, parameter)
+                    full = f"{name}.{key}"
+                    if not isinstance(value, torch.Tensor):
+                        found.others[full] = plain.encode(value, full)
                     else:
-                        values[full] = plain.encode(value, full)
-    return tensors, values
+                        placed = _like_parameter(full, value, parameter)
+                        if full in found.tensors:
+                            found.copies.append((full, placed))
+                        else:
+                            found.tensors[full] = placed
+    return found
+
+
+def name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
+    """Canonical name of a parameter of the optimizer.
+
+    Raises:
+        ConfigurationError: the model does not have it.
+    """
+    name = names.get(id(parameter))
+    if name is None:
+        raise ConfigurationError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model",
+            hint="give train_state() the model that the optimizer was made from",
+        )
+    return name
 
 
 def _like_parameter(name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

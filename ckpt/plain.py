@@ -27,8 +27,10 @@ def encode(value: Any, where: str) -> Any:
     Raises:
         ConfigurationError: something that is not data, with its path and type.
     """
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, int):
         return int(value) if -_INT_LIMIT <= value < _INT_LIMIT else {"$int": str(value)}
     if isinstance(value, float):
@@ -108,9 +110,9 @@ def _decode_array(tag: str, content: list[Any]) -> Any:
         kind = getattr(torch, dtype)
         return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
     if tag in ("$array", "$scalar"):
-        import numpy
+        import numpy as np
 
         dtype, shape, data = content
-        array = numpy.frombuffer(bytearray(base64.b64decode(data)), dtype=numpy.dtype(dtype)).reshape(shape)
+        array = np.frombuffer(bytearray(base64.b64decode(data)), dtype=np.dtype(dtype)).reshape(shape)
         return array if tag == "$array" else array[()]
     raise OperationalError(f"plain state has the tag {tag!r}, which this version does not know", hint="upgrade regrow")

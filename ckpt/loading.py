@@ -1,0 +1,91 @@
+"""Reads a checkpoint into live tensors in place: each rank its own boxes, every byte verified on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import torch
+
+from regrow.ckpt.flatten import Item
+from regrow.ckpt.reading import ShardReader
+from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """What a load cost."""
+
+    bytes_needed: int
+    bytes_read: int
+
+
+def load_items(directory: Path, source: Source, items: Iterable[Item], *, threads: int = 0) -> Loaded:
+    """Fill every item's live tensor.
+
+    Args:
+        directory: The checkpoint.
+        source: Its chunks.
+        items: Live tensors and the boxes that they hold; all names must be in the source.
+        threads: Parallel reads; 0 takes as many as there are cores, at most 4.
+
+    Raises:
+        DamagedCheckpointError: missing or altered bytes, with file and tensor.
+        OperationalError: a tensor is missing or has another shape.
+    """
+    work: list[tuple[Piece, torch.Tensor]] = []
+    needed = 0
+    for item in items:
+        if not all(item.box.sizes):
+            continue
+        needed += item.box.nbytes
+        work += [(piece, _target(item.local, piece)) for piece in pieces(source, item.box)]
+    work.sort(key=lambda one: (one[0].file, one[0].chunk.at))
+    reader = ShardReader(directory, source.block_bytes)
+    try:
+        reader.open_files({piece.file for piece, _ in work})
+        count = threads or min(4, os.cpu_count() or 1)
+        if count == 1 or len(work) < 2:
+            for one in work:
+                _load(reader, *one)
+        else:
+            with ThreadPoolExecutor(count, thread_name_prefix="restore") as pool:
+                for done in [pool.submit(_load, reader, *one) for one in work]:
+                    done.result()
+    finally:
+        reader.close()
+    return Loaded(needed, reader.bytes_read)
+
+
+def _target(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    part = local
+    for axis, (start, size) in enumerate(zip(piece.target, piece.sizes, strict=True)):
+        part = part.narrow(axis, start, size)
+    return part
+
+
+@torch.no_grad()
+def _load(reader: ShardReader, piece: Piece, target: torch.Tensor) -> None:
+    chunk = piece.chunk
+    runs = byte_runs(piece, target.element_size())
+    if len(runs) == 1:
+        start, end = runs[0]
+        if target.is_contiguous() and target.device.type == "cpu":
+            reader.read_run(piece.file, chunk, start, end, memory_of(target))
+        else:
+            buffer = bytearray(end - start)
+            reader.read_run(piece.file, chunk, start, end, memoryview(buffer))
+            target.copy_(torch.frombuffer(buffer, dtype=target.dtype).view(piece.sizes))
+        return
+    data, offset, strides = reader.read_strided(piece)
+    whole = torch.frombuffer(data, dtype=target.dtype)
+    target.copy_(whole.as_strided(piece.sizes, strides, offset))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable. The tensor must outlive the view."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,231 @@
+"""Where a snapshot goes: to the node's writer process, or straight to storage when there is none. Torch-free."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, Protocol
+
+from regrow import wire
+from regrow.ckpt.channel import WorkerChannel
+from regrow.ckpt.commit import Collector, publish, write_record
+from regrow.ckpt.manifest import NodeManifest, RankPlan, digest, encode, manifest_name, shard_name
+from regrow.ckpt.protocol import Prepare, ProducerHello, Ready, Rejected, Released, Skip, Submit, ToProducer
+from regrow.ckpt.storing import make_directory, store_shard
+from regrow.errors import FencedError, OperationalError
+from regrow.wire import GenerationSpec, ShardFile, ShardsDurable
+
+PREPARE_SECONDS = 120.0
+"""Allocating two arenas of many GB takes that long at most."""
+
+
+class Sink(Protocol):
+    """A place for snapshots of one rank."""
+
+    released: list[Released]
+    """What became of earlier snapshots, oldest first; the owner of the sink empties it."""
+
+    def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
+        """Arenas for this layout, all free. Earlier ones are not valid any more."""
+        ...
+
+    def take(self, wait_seconds: float = 0.0) -> int | None:
+        """Number of a free arena, or None when none is free within the time."""
+        ...
+
+    def submit(self, message: Submit) -> None:
+        """The arena holds a complete snapshot."""
+        ...
+
+    def skip(self, step: int, reason: str) -> None:
+        """This rank takes no part in the save of a step."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class WriterSink:
+    """The node's writer process. When it has died, the next `prepare` finds the new one."""
+
+    def __init__(self, path: str, hello: ProducerHello) -> None:
+        self._path = path
+        self._hello = hello
+        self._channel: WorkerChannel | None = None
+        self._free: set[int] = set()
+        self.released: list[Released] = []
+
+    def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
+        """Arenas for this layout.
+
+        Raises:
+            FencedError: a later generation has started.
+            OperationalError: no writer, or it has no memory.
+        """
+        self.close()
+        self._channel = channel = WorkerChannel(self._path)
+        channel.send(self._hello)
+        channel.send(Prepare(plan=plan))
+        deadline = time.monotonic() + PREPARE_SECONDS
+        while lines := channel.wait(deadline):
+            for line in lines:
+                message = wire.decode(line, ToProducer)
+                if isinstance(message, Ready):
+                    return self._map(channel, message)
+                if isinstance(message, Rejected):
+                    self.close()
+                    raise _rejected(message)
+        raise OperationalError("checkpoint writer gave no arenas in time", where=self._path)
+
+    def _map(self, channel: WorkerChannel, message: Ready) -> list[mmap.mmap]:
+        arenas: list[mmap.mmap] = []
+        for handle in channel.take_handles(message.num_arenas):
+            arenas.append(mmap.mmap(handle, message.arena_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)))
+            os.close(handle)
+        self._free = set(range(message.num_arenas))
+        return arenas
+
+    def take(self, wait_seconds: float = 0.0) -> int | None:
+        """Number of a free arena.
+
+        Raises:
+            OperationalError: the writer is gone; its arenas with it.
+        """
+        self._read(0.0)
+        deadline = time.monotonic() + wait_seconds
+        while not self._free and time.monotonic() < deadline:
+            self._read(deadline)
+        return min(self._free) if self._free else None
+
+    def submit(self, message: Submit) -> None:
+        """Hand an arena over.
+
+        Raises:
+            OperationalError: the writer is gone.
+        """
+        self._connected().send(message)
+        self._free.discard(message.arena)
+
+    def skip(self, step: int, reason: str) -> None:
+        """Tell the writer that a step is void."""
+        self._connected().send(Skip(step=step, reason=reason))
+
+    def close(self) -> None:
+        """Leave the writer."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._free = set()
+
+    def _connected(self) -> WorkerChannel:
+        if self._channel is None:
+            raise OperationalError("not connected to a checkpoint writer", where=self._path)
+        return self._channel
+
+    def _read(self, deadline: float) -> None:
+        channel = self._connected()
+        try:
+            for line in channel.wait(deadline) if deadline else channel.poll():
+                message = wire.decode(line, ToProducer)
+                if isinstance(message, Released):
+                    self._free.add(message.arena)
+                    self.released.append(message)
+                elif isinstance(message, Rejected):
+                    raise _rejected(message)
+        except OperationalError:
+            self.close()
+            raise
+
+
+def _rejected(message: Rejected) -> OperationalError:
+    kind = FencedError if message.fenced else OperationalError
+    return kind(f"checkpoint writer refuses: {message.reason}")
+
+
+class DirectSink:
+    """Storage itself, for a single process without an agent: a save returns when it is committed."""
+
+    def __init__(self, spec: GenerationSpec, folder: Path, node: str = "alone") -> None:
+        self._spec = spec
+        self._folder = folder
+        self._node = node
+        self._collector = Collector(spec)
+        self._plan: RankPlan | None = None
+        self._arena: mmap.mmap | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        self.released: list[Released] = []
+
+    def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
+        """One arena."""
+        self._plan = plan
+        self._arena = mmap.mmap(-1, plan.file_bytes)
+        return [self._arena]
+
+    def take(self, wait_seconds: float = 0.0) -> int | None:  # noqa: ARG002
+        """Always the one: `submit` returns when it is free again."""
+        return 0
+
+    def submit(self, message: Submit) -> None:
+        """Write, sync and commit; failures end up in `released`."""
+        started = time.monotonic()
+        outcome: Literal["durable", "failed"] = "durable"
+        reason = ""
+        try:
+            self._store(message, started)
+        except (OSError, OperationalError) as error:
+            outcome, reason = "failed", str(error)
+        seconds = time.monotonic() - started
+        self.released.append(Released(arena=0, step=message.step, outcome=outcome, reason=reason, write_seconds=seconds))
+
+    def skip(self, step: int, reason: str) -> None:
+        """Nothing to tell anybody."""
+
+    def close(self) -> None:
+        """End the checksum thread."""
+        self._threads.shutdown()
+
+    def _store(self, message: Submit, started: float) -> None:
+        if self._plan is None or self._arena is None:
+            raise OperationalError("not prepared")
+        spec = self._spec
+        directory = make_directory(self._folder, message.directory)
+        path = directory / shard_name(0)
+        image = memoryview(self._arena)
+        rank = store_shard(path, image, self._plan, rank=0, private=message.private, threads=self._threads)
+        manifest = NodeManifest(
+            job=spec.job,
+            epoch=spec.epoch,
+            generation=spec.generation,
+            step=message.step,
+            samples=message.samples,
+            node=self._node,
+            world_size=1,
+            ranks=(rank,),
+            facts=message.facts,
+            parent=message.parent,
+        )
+        data = encode(manifest)
+        publish(directory, manifest_name(self._node), data)
+        report = ShardsDurable(
+            job=spec.job,
+            epoch=spec.epoch,
+            generation=spec.generation,
+            step=message.step,
+            node=self._node,
+            directory=str(directory),
+            ranks=(0,),
+            world_size=1,
+            samples=message.samples,
+            files=(ShardFile(rank=0, name=rank.file, size_bytes=rank.size_bytes, digest=rank.digest),),
+            manifest=manifest_name(self._node),
+            manifest_digest=digest(data),
+            write_seconds=time.monotonic() - started,
+            num_bytes=rank.size_bytes,
+        )
+        collected = self._collector.add(report)
+        if collected.pending is not None:
+            write_record(collected.pending, written_at=time.time())

@@ -1,0 +1,395 @@
+"""The full state of a training process: saved by one copy into an arena, restored in place on any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from regrow.ckpt import exchange as exchanges
+from regrow.ckpt import flatten, plain, private, rng
+from regrow.ckpt.commit import parent_of
+from regrow.ckpt.flatten import Item
+from regrow.ckpt.layout import lay_out
+from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, directory_name, read_manifests, read_record
+from regrow.ckpt.materialise import materialise
+from regrow.ckpt.place import Place, SaveCounts
+from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
+from regrow.ckpt.protocol import ProducerHello, Released, Submit
+from regrow.ckpt.reshard import compare_names, source_of
+from regrow.ckpt.sinks import DirectSink, Sink, WriterSink
+from regrow.ckpt.snapshot import Snapshotter
+from regrow.errors import ConfigurationError, FencedError, OperationalError, RegrowError
+from regrow.wire import RestorePoint, SaveReport
+
+log = logging.getLogger("regrow.ckpt.state")
+BackPressure = Literal["skip", "wait", "fail"]
+
+
+class TrainState:
+    """Model, optimizer, scheduler, loader, random state and whatever else has state_dict(), as one thing.
+
+    `step` and `samples` are the completed step and the samples consumed by the whole job at the last restore or save.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        data: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        place: Place,
+        sink: Sink,
+        exchange: exchanges.Exchange = exchanges.alone,
+        aliases: Mapping[str, str] | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        back_pressure: BackPressure = "skip",
+        wait_seconds: float = 30.0,
+    ) -> None:
+        """Nothing is read, written or allocated until the first restore or save.
+
+        Args:
+            model: A module, or the list of this rank's pipeline stages; names must be global.
+            optimizer: One or a list.
+            scheduler: One or a list; state_dict() must be plain data.
+            data: Loader or sampler with state_dict(); kept per rank.
+            extra: More objects with state_dict()/load_state_dict() by name: GradScaler, averaged weights …
+            place: Who we are.
+            sink: Where snapshots go.
+            exchange: Lets all ranks of the generation see all boxes, once.
+            aliases: {"head.weight": "tok.weight"}: names under which a shared tensor is also known.
+            generators: Named torch generators besides the default ones.
+            facts: Plain facts that go into the record (batch recipe, fingerprint of the configuration …).
+            back_pressure: What a save does while both arenas are in use: skip it, wait up to `wait_seconds`, or fail.
+            wait_seconds: For "wait".
+        """
+        self.step = place.spec.restore.step if place.spec.restore else 0
+        self.samples = place.spec.restore.samples if place.spec.restore else 0
+        self.counts = SaveCounts()
+        self._objects = (model, optimizer)
+        self._schedulers = private.schedulers_of(scheduler)
+        self._data = data
+        self._extra = dict(extra or {})
+        self._place = place
+        self._sink = sink
+        self._exchange = exchange
+        self._aliases = dict(aliases or {})
+        self._generators = dict(generators or {})
+        self._facts = dict(facts or {})
+        self._back_pressure: BackPressure = back_pressure
+        self._wait_seconds = wait_seconds
+        self._last_submitted = -1
+        self._nonce = ""
+        self._names: list[str] = []
+        self._items: dict[str, Item] = {}
+        self._live: dict[str, torch.Tensor] = {}
+        self._plan_boxes: list[Any] = []
+        self._snapshotter: Snapshotter | None = None
+
+    @classmethod
+    def attach(cls, place: Place, *, writer: str | None, exchange: exchanges.Exchange = exchanges.alone, **objects: Any) -> TrainState:
+        """Bound to the node's writer socket, or straight to storage (`writer` None; one process only)."""
+        spec = place.spec
+        if writer is None:
+            if spec.world_size != 1:
+                raise ConfigurationError("saving without a writer works for one process only", hint="start it with `regrow run`")
+            return cls(place=place, sink=DirectSink(spec, Path(place.folder), place.node), exchange=exchange, **objects)
+        hello = ProducerHello(
+            job=spec.job,
+            node=place.node,
+            epoch=spec.epoch,
+            generation=spec.generation,
+            rank=place.rank,
+            world_size=spec.world_size,
+            local_ranks=place.local_ranks,
+            folder=place.folder,
+        )
+        return cls(place=place, sink=WriterSink(writer, hello), exchange=exchange, **objects)
+
+    # --- save ------------------------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether a save now would find a free arena. True before the first save. Never blocks.
+
+        Ranks should agree on it (all or none) before they save: once true it stays true until the next save.
+        """
+        if self._snapshotter is None:
+            return True
+        try:
+            free = self._sink.take() is not None
+        except OperationalError:
+            free = True  # the save will say what is wrong
+        self._note_released()
+        return free
+
+    def save(self, step: int, samples: int) -> SaveReport:
+        """Copy the state into an arena and hand it to the writer. Call it on all ranks at the same step.
+
+        The first call of a generation also plans, allocates and lets the ranks exchange what they hold. Storage
+        trouble never raises: it is in the report, and training goes on.
+
+        Args:
+            step: The completed step.
+            samples: Samples consumed by the whole job after this step.
+
+        Raises:
+            ConfigurationError: the state cannot be stored (names the part).
+        """
+        started = time.perf_counter()
+        outcome: Literal["snapshot", "skipped", "failed"] = "snapshot"
+        reason = ""
+        try:
+            reason = self._save(step, samples)
+            outcome = "skipped" if reason else "snapshot"
+        except ConfigurationError:
+            raise
+        except RegrowError as error:
+            outcome, reason = "failed", str(error)
+        stall = time.perf_counter() - started
+        self._count(outcome, reason, stall)
+        spec = self._place.spec
+        return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome=outcome, stall_seconds=stall, reason=reason)
+
+    def _save(self, step: int, samples: int) -> str:
+        if step == self._last_submitted:
+            return "this step was saved already"
+        self._bind_for_save()
+        snapshotter = self._connect()
+        arena = self._sink.take(self._wait_seconds if self._back_pressure == "wait" else 0.0)
+        self._note_released()
+        if arena is None:
+            reason = "both arenas are still being written"
+            self._sink.skip(step, reason)
+            if self._back_pressure == "fail":
+                raise OperationalError(reason, where=f"rank {self._place.rank} step {step}", hint="save less often or use faster storage")
+            return reason
+        snapshotter.copy(arena)
+        self._sink.submit(
+            Submit(
+                arena=arena,
+                step=step,
+                samples=samples,
+                directory=directory_name(step, self._place.spec.generation, self._nonce),
+                parent=parent_of(self._place.spec),
+                private=self._private(),
+                facts=self._job_facts() if self._place.rank == 0 else {},
+            )
+        )
+        self._note_released()
+        self.step, self.samples, self._last_submitted = step, samples, step
+        return ""
+
+    def _bind_for_save(self) -> None:
+        if not self._nonce:
+            self._materialise()
+            self._bind()
+            return
+        live = self._collect()[0]
+        if live.keys() != self._live.keys():
+            changed = sorted(live.keys() ^ self._live.keys())
+            raise OperationalError(f"the state has other tensors than at the first save: {', '.join(changed[:5])}")
+        if any(self._moved(name, value) for name, value in live.items()):
+            self._rebind(live)
+
+    def _moved(self, name: str, value: torch.Tensor) -> bool:
+        return value is not self._live[name] or flatten.local_of(value).data_ptr() != self._items[name].local.data_ptr()
+
+    def _rebind(self, live: dict[str, torch.Tensor]) -> None:
+        """Tensor objects were replaced (set_to, load_state_dict …): same layout, other memory."""
+        items = {name: flatten.item_of(name, value) for name, value in live.items()}
+        for name, item in items.items():
+            if item.box != self._items[name].box:
+                raise OperationalError(f"tensor {name} changed its shape or placement since the first save")
+        self._items, self._live = items, live
+        if self._snapshotter is not None:
+            self._snapshotter.bind(items)
+
+    def _connect(self) -> Snapshotter:
+        if self._snapshotter is not None:
+            try:
+                self._sink.take()
+                return self._snapshotter
+            except FencedError:
+                raise
+            except OperationalError as error:
+                log.warning("writer lost, connecting again error=%s", error.what)
+                self._snapshotter = None
+        labels = {"job": self._place.spec.job, "rank": str(self._place.rank)}
+        image = lay_out(self._plan_boxes, labels)
+        snapshotter = Snapshotter(image, self._sink.prepare(image.plan))
+        snapshotter.bind(self._items)
+        self._snapshotter = snapshotter
+        return snapshotter
+
+    def _note_released(self) -> None:
+        for released in self._sink.released:
+            self._note(released)
+        self._sink.released.clear()
+
+    def _note(self, released: Released) -> None:
+        if released.outcome == "durable":
+            self.counts.durable += 1
+            self.counts.write_seconds = released.write_seconds
+        else:
+            self.counts.not_durable += 1
+            self.counts.last_reason = released.reason
+            log.warning("save not durable step=%d reason=%s", released.step, released.reason)
+
+    def _count(self, outcome: str, reason: str, stall: float) -> None:
+        self.counts.stall_seconds = stall
+        if outcome == "snapshot":
+            self.counts.snapshots += 1
+            return
+        self.counts.last_reason = reason
+        if outcome == "skipped":
+            self.counts.skipped += 1
+        else:
+            self.counts.failed += 1
+        log.warning("save %s reason=%s", outcome, reason)
+
+    # --- what there is ---------------------------------------------------------------------------------------------
+
+    def _materialise(self) -> None:
+        for one in flatten.optimizers_of(self._objects[1]):
+            if type(one) in (torch.optim.Adam, torch.optim.AdamW) or not self._nonce:
+                materialise(one)
+
+    def _collect(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]], dict[str, Any]]:
+        """All live tensors by name, copies of shared ones, and plain structures around them."""
+        model = flatten.model_tensors(self._objects[0], self._aliases)
+        optimizer = flatten.optimizer_state(self._objects[1], self._parameter_names())
+        tensors = {f"model.{name}": value for name, value in model.tensors.items()}
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer.tensors.items()}
+        copies = [(f"model.{name}", value) for name, value in model.copies]
+        copies += [(f"optimizer.{name}", value) for name, value in optimizer.copies]
+        extra = {key: flatten.split_tensors(thing.state_dict(), f"extra.{key}", tensors) for key, thing in self._extra.items()}
+        others = {
+            "model": {name: plain.encode(value, f"model.{name}") for name, value in model.others.items()},
+            "values": optimizer.others,
+            "extra": extra,
+        }
+        return tensors, copies, others
+
+    def _parameter_names(self) -> dict[int, str]:
+        return flatten.parameter_names(self._objects[0], self._aliases)
+
+    def _bind(self) -> list[tuple[str, torch.Tensor]]:
+        """Name everything, exchange boxes and a nonce with all ranks, plan who writes what. Once a generation."""
+        live, copies, _ = self._collect()
+        self._items = {name: flatten.item_of(name, value) for name, value in live.items()}
+        self._live = live
+        mine = uuid.uuid4().hex[:8].encode() + encode_boxes([item.box for item in self._items.values()])
+        answers = self._exchange(mine)
+        held = [decode_boxes(answer[8:]) for answer in answers]
+        self._nonce = answers[0][:8].decode()
+        self._names = sorted({box.name for boxes in held for box in boxes})
+        self._plan_boxes = assign(held)[self._place.rank]
+        return copies
+
+    def _private(self) -> dict[str, Any]:
+        others = self._collect()[2]
+        return {
+            "rng": rng.capture(self._generators),
+            "groups": private.groups(self._objects[1], self._parameter_names()),
+            "data": None if self._data is None else plain.encode(self._data.state_dict(), "data"),
+            **others,
+        }
+
+    def _job_facts(self) -> dict[str, Any]:
+        spec = self._place.spec
+        return {
+            "scheduler": [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers],
+            "batch": {"global_batch": spec.global_batch, "micro_batch": spec.micro_batch, "micro_batches": list(spec.micro_batches)},
+            "layers_per_stage": list(spec.layers_per_stage),
+            "torch": str(torch.__version__),
+            **plain.encode(self._facts, "facts"),
+        }
+
+    # --- restore ---------------------------------------------------------------------------------------------------
+
+    def restore(self, point: RestorePoint | None = None) -> int:
+        """Load a checkpoint in place. Call it on all ranks; without a point (and none in the generation) it is a fresh start.
+
+        Returns:
+            The completed step that was restored; 0 for a fresh start.
+
+        Raises:
+            DamagedCheckpointError: bytes are not what was committed; names file and tensor. Live state is then undefined.
+            OperationalError: names or shapes do not match the model; lists them.
+        """
+        point = point or self._place.spec.restore
+        if point is None:
+            return 0
+        directory = Path(self._place.folder) / point.directory
+        try:
+            record = read_record(directory)
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError("has no record: it is not a checkpoint", where=str(directory)) from error
+        if point.record_digest and record.digest != point.record_digest:
+            raise DamagedCheckpointError("is not the checkpoint that was decided on (record digest differs)", where=str(directory))
+        manifests = read_manifests(directory, record)
+        self._load(directory, record, manifests)
+        self.step, self.samples = record.step, record.samples
+        return record.step
+
+    def _load(self, directory: Path, record: Record, manifests: list[NodeManifest]) -> None:
+        from regrow.ckpt.loading import load_items
+
+        self._materialise()
+        copies = self._bind()
+        source = source_of(manifests)
+        missing, unexpected = compare_names(source.tensors, self._names)
+        if missing or unexpected:
+            raise OperationalError(_names_differ(missing, unexpected), where=str(directory), hint="the model or optimizer is another one")
+        items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in copies)]
+        cost = load_items(directory, source, items)
+        log.info("restored step=%d bytes_needed=%d bytes_read=%d", record.step, cost.bytes_needed, cost.bytes_read)
+        self._load_private(record, {rank.rank: rank.private for manifest in manifests for rank in manifest.ranks})
+
+    def _load_private(self, record: Record, saved: dict[int, dict[str, Any]]) -> None:
+        spec, rank = self._place.spec, self._place.rank
+        names = self._parameter_names()
+        groups = [group for number in sorted(saved) for group in saved[number].get("groups", [])]
+        if self._objects[1] is not None:
+            private.restore_groups(self._objects[1], names, groups)
+            values = {key: value for one in saved.values() for key, value in one.get("values", {}).items()}
+            private.set_values(self._objects[1], names, values)
+        same_mesh = record.mesh == spec.mesh
+        own = saved[rank] if same_mesh else saved[0]
+        for key, thing in self._extra.items():
+            if key not in own.get("extra", {}):
+                raise OperationalError(f"extra state {key!r} is not in the checkpoint", hint=f"it has {sorted(own.get('extra', {}))}")
+            thing.load_state_dict(flatten.join_tensors(own["extra"][key], self._live))
+        for scheduler, state in zip(self._schedulers, record.facts.get("scheduler", []), strict=True):
+            scheduler.load_state_dict(plain.decode(state))
+        if self._data is not None:
+            states = {number: one.get("data") for number, one in saved.items()}
+            state = private.choose_rank_state(states, saved_mesh=record.mesh, mesh=spec.mesh, rank=rank, what="loader state")
+            self._data.load_state_dict(plain.decode(state))
+        if same_mesh:
+            rng.restore(saved[rank]["rng"], self._generators)
+        else:
+            rng.derive(saved[0]["rng"], step=record.step, rank=rank, world_size=spec.world_size, generators=self._generators)
+
+    def close(self) -> None:
+        """Leave the writer; a snapshot that was handed over is still written."""
+        with contextlib.suppress(OSError):
+            self._sink.close()
+
+
+def _names_differ(missing: list[str], unexpected: list[str]) -> str:
+    parts: list[str] = []
+    for what, names in (("missing in the checkpoint", missing), ("in the checkpoint but not in the state", unexpected)):
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            parts.append(f"{what}: {', '.join(names[:10])}{more}")
+    return "; ".join(parts)
