@@ -12,7 +12,6 @@ from regrow.supervisor.core.plan import plan
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import View
 
-
 _MOST_ROUNDS = 16
 """Plans that follow from each other in one turn. More means that two rules undo each other: a bug."""
 
