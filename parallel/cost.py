@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.parallel import comm, memory, pipeline, shape
-from regrow.parallel.inventory import Inventory
+from regrow.parallel.inventory import Inventory, Link
 from regrow.parallel.memory import Setup
 from regrow.parallel.shape import Model
 
@@ -130,25 +130,41 @@ def slice_seconds(model: Model, layers: tuple[int, ...], setup: Setup, inventory
 
 
 def dp_seconds(model: Model, layers: int, setup: Setup, inventory: Inventory) -> tuple[float, float]:
-    """(gradient, parameter) seconds of one step's data-parallel collectives of one stage.
+    """(gradient, parameter) seconds of one step's data-parallel collectives of one stage; under ZeRO-3 the parameters of
+    one micro-batch.
 
-    Members of a group inside one NVLink domain reduce there first, so that each adapter carries its share only.
+    Members of a group inside one NVLink domain reduce there first, so that each adapter carries its share only. ZeRO-3
+    pays the ring's latency for each layer (NCCL gathers in rings; its newer PAT algorithm pays less), which is what
+    limits it on thousands of ranks and what HSDP avoids.
     """
     ranks = setup.dp * setup.cp
     if ranks == 1:
         return 0.0, 0.0
     dense, experts = memory.stage_params(model, layers, 0, setup)
     params = dense + experts
-    volume = comm.zero_volume(params * setup.recipe.gradient, params * setup.recipe.weight, ranks, setup.zero)
+    group = memory.shard_groups(setup)[0] if setup.zero >= 3 else ranks
+    volume = comm.zero_volume(params * setup.recipe.gradient, params * setup.recipe.weight, group, setup.zero)
+    link, hops = _group_link(group, setup, inventory)
+    if setup.zero < 3:
+        return comm.tree_seconds(volume.gradients, ranks, link), comm.tree_seconds(volume.parameters, ranks, link)
+    gradients = volume.gradients / link.bandwidth + layers * hops * link.latency
+    parameters = volume.parameters / link.bandwidth + 2 * layers * hops * link.latency
+    if group < ranks:
+        outer, _ = _group_link(ranks, setup, inventory)
+        gradients += comm.tree_seconds(comm.all_reduce(params * setup.recipe.gradient / group, ranks // group), ranks // group, outer)
+    return gradients, parameters
+
+
+def _group_link(ranks: int, setup: Setup, inventory: Inventory) -> tuple[Link, int]:
+    """(effective link of a data-parallel group, hops of its ring between NVLink domains)."""
     replica = setup.tp * setup.pp
+    span = replica * ranks
+    if span <= inventory.nvlink_gpus:
+        return inventory.device.nvlink, ranks - 1
     local = max(1, min(ranks, inventory.nvlink_gpus // replica))
-    near = comm.link_for(inventory, min(replica * ranks, inventory.nvlink_gpus))
-    far = comm.link_for(inventory, replica * ranks)
-    if replica * ranks <= inventory.nvlink_gpus:
-        local = 1
-    bandwidth = 1.0 / (1.0 / (far.bandwidth * local) + (1.0 / near.bandwidth if local > 1 else 0.0))
-    link = msgspec.structs.replace(far, bandwidth=bandwidth)
-    return comm.tree_seconds(volume.gradients, ranks, link), comm.tree_seconds(volume.parameters, ranks, link)
+    far = comm.link_for(inventory, span)
+    near = 1.0 / inventory.device.nvlink.bandwidth if local > 1 else 0.0
+    return Link(bandwidth=1.0 / (1.0 / (far.bandwidth * local) + near), latency=far.latency), max(1, ranks // local - 1)
 
 
 def step_times(
@@ -175,8 +191,10 @@ def step_times(
         dp = gathered + max(0.0, gradients - 0.66 * hidden_behind)
         moved = count * parameters + gradients
     else:
-        dp = max(0.0, gradients - 0.66 * hidden_behind) + max(0.0, parameters - 0.33 * hidden_behind)
-        moved = gradients + parameters
+        # ZeRO-2 keeps only its share of the gradients, so each micro-batch is reduced, not only the last one.
+        times = count if setup.zero == 2 else 1
+        dp = times * max(0.0, gradients - 0.66 * hidden_behind) + max(0.0, parameters - 0.33 * hidden_behind)
+        moved = times * gradients + parameters
     optimizer = _optimizer_seconds(model, part.layers, setup, inventory)
     step = count * busy + bubble + pp + dp + optimizer + constants.step_overhead
     gpus = setup.dp * setup.tp * setup.pp * setup.cp

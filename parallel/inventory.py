@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -72,7 +74,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Failure domain: rack, power feed, switch. Empty: the node is its own."""
 
 
-class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Nodes and links."""
 
     nodes: tuple[Node, ...]
@@ -84,29 +86,31 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     cross: Link = CROSS
     domain_gpus: int = DOMAIN_GPUS
 
-    @property
+    @cached_property
     def gpus(self) -> int:
         """GPUs of all nodes."""
         return sum(node.gpus for node in self.nodes)
 
-    @property
+    @cached_property
     def gpus_per_node(self) -> int:
         """GPUs of the fullest node."""
         return max((node.gpus for node in self.nodes), default=0)
+
+    @cached_property
+    def _islands(self) -> Counter[int]:
+        """How many NVLink domains of each size there are: nodes, or racks where NVLink reaches further."""
+        if self.nvlink_gpus <= self.gpus_per_node:
+            return Counter(node.gpus for node in self.nodes)
+        racks: Counter[str] = Counter()
+        for node in self.nodes:
+            racks[node.domain or node.name] += node.gpus
+        return Counter(racks.values())
 
     def tp_groups(self, tp: int) -> int:
         """Groups of `tp` GPUs that lie inside one NVLink domain; across nodes where `tp` is larger than that."""
         if tp > self.nvlink_gpus:
             return self.gpus // tp
-        if self.nvlink_gpus > self.gpus_per_node:
-            return sum(size // tp for size in self._racks())
-        return sum(node.gpus // tp for node in self.nodes)
-
-    def _racks(self) -> list[int]:
-        sizes: dict[str, int] = {}
-        for node in self.nodes:
-            sizes[node.domain or node.name] = sizes.get(node.domain or node.name, 0) + node.gpus
-        return list(sizes.values())
+        return sum(number * (size // tp) for size, number in self._islands.items())
 
     def without(self, lost: int) -> Inventory:
         """The inventory after losing `lost` nodes: the last of the fullest ones, which is the worst case."""

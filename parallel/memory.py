@@ -8,6 +8,8 @@ micro-batch x sequence: the cures are not interchangeable.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -112,6 +114,7 @@ class Activation(msgspec.Struct, frozen=True, kw_only=True):
     """The attention matrix: 5 a s / h with dropout, 2 a s / h without; gone with flash attention."""
 
 
+@lru_cache(maxsize=256)
 def activation_terms(model: Model) -> Activation:
     """Terms of one layer in 16 bits.
 
@@ -190,11 +193,29 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 def usage(model: Model, layers: tuple[int, ...], setup: Setup) -> Usage:
     """Memory of the pipeline stage that needs most. Candidates are the first, second and last stage."""
-    if not model.known:
-        return _usage_of_params(model, setup)
+    made, stage = max(((_stage(model, layers, stage, setup), stage) for stage in _stages(setup)), key=lambda pair: pair[0].total)
+    parts = {name: value for name, value in zip(_BUFFERS, made[5:], strict=True) if value}
+    return Usage(
+        weights=made.weights,
+        gradients=made.gradients,
+        optimizer=made.optimizer,
+        activations=made.activations,
+        buffers=sum(parts.values()),
+        total=made.total,
+        stage=stage,
+        host=made.host,
+        parts=parts,
+    )
+
+
+def peak_bytes(model: Model, layers: tuple[int, ...], setup: Setup) -> float:
+    """`usage(...).total` without the details: what the search calls thousands of times."""
+    return max(_stage(model, layers, stage, setup).total for stage in _stages(setup))
+
+
+def _stages(setup: Setup) -> tuple[int, ...]:
     last = setup.pp - 1
-    stages = {0, min(1, last), last}
-    return max((_stage_usage(model, layers[stage], stage, setup) for stage in sorted(stages)), key=lambda used: used.total)
+    return (0,) if last == 0 else (0, last) if last == 1 else (0, 1, last)
 
 
 def stage_params(model: Model, layers: int, stage: int, setup: Setup) -> tuple[float, float]:
@@ -219,67 +240,75 @@ def shard_groups(setup: Setup) -> tuple[int, int]:
     return dense, experts
 
 
-def _stage_usage(model: Model, layers: int, stage: int, setup: Setup) -> Usage:
-    dense, experts = stage_params(model, layers, stage, setup)
+class _Stage(NamedTuple):
+    weights: float
+    gradients: float
+    optimizer: float
+    host: float
+    activations: float
+    context: float
+    communication: float
+    prefetch: float = 0.0
+    pipeline: float = 0.0
+    embedding: float = 0.0
+    logits: float = 0.0
+    recompute: float = 0.0
+    fragmentation: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self) - self.host
+
+
+_BUFFERS = _Stage._fields[5:]
+
+
+def _stage(model: Model, layers: tuple[int, ...], stage: int, setup: Setup) -> _Stage:
     group, expert_group = shard_groups(setup)
-    state = model_state(dense, group, setup.zero, setup.recipe, offload=setup.offload)
+    ranks = setup.dp * setup.cp
+    bucket = float(BUCKET_BYTES) if ranks > 1 else 0.0
+    if not model.known:
+        state = model_state(model.params / (setup.tp * setup.pp), group, setup.zero, setup.recipe, offload=setup.offload)
+        waste = setup.fragmentation * state.total
+        return _Stage(state.weights, state.gradients, state.optimizer, state.host, 0.0, setup.context_bytes, bucket, fragmentation=waste)
+    depth = layers[stage]
+    dense, experts = stage_params(model, depth, stage, setup)
+    weights, gradients, optimizer, host = _state(dense, group, setup)
     if experts:
-        more = model_state(experts, expert_group, setup.zero, setup.recipe, offload=setup.offload)
-        state = State(
-            weights=state.weights + more.weights,
-            gradients=state.gradients + more.gradients,
-            optimizer=state.optimizer + more.optimizer,
-            host=state.host + more.host,
-        )
+        more = _state(experts, expert_group, setup)
+        weights, gradients, optimizer, host = weights + more[0], gradients + more[1], optimizer + more[2], host + more[3]
+    tp, outer = setup.tp, setup.tp if setup.sequence_parallel else 1
     flying = pipeline.in_flight(setup.schedule, setup.pp, setup.micro_batches, setup.virtual, stage)
-    one = activation_per_layer(
-        model, setup.micro_batch, setup.recompute, tp=setup.tp, cp=setup.cp, sequence_parallel=setup.sequence_parallel
-    )
-    kept = one * layers * flying
-    parts = _buffers(model, (dense + experts) / max(1, layers), stage, setup)
-    parts["fragmentation"] = setup.fragmentation * (state.total + kept)
-    return _sum(state, kept, parts, stage)
-
-
-def _buffers(model: Model, layer_params: float, stage: int, setup: Setup) -> dict[str, float]:
-    sbh = float(model.seq) * setup.micro_batch * model.hidden / setup.cp
-    parts = {"context": setup.context_bytes, "communication": float(BUCKET_BYTES) if setup.dp * setup.cp > 1 else 0.0}
-    if (setup.zero >= 3 and setup.dp * setup.cp > 1) or setup.offload == "all":
+    one = activation_per_layer(model, setup.micro_batch, setup.recompute, tp=tp, cp=setup.cp, sequence_parallel=setup.sequence_parallel)
+    kept = one * depth * flying
+    tokens = float(model.seq) * setup.micro_batch / setup.cp
+    prefetch = repeated = 0.0
+    if (setup.zero >= 3 and ranks > 1) or setup.offload == "all":
         # The layer in use and the prefetched one as whole weights, and one layer's whole gradient.
-        parts["prefetch"] = layer_params * (2 * setup.recipe.weight + setup.recipe.gradient)
-    if setup.pp > 1:
-        parts["pipeline"] = 4.0 * sbh / (setup.tp if setup.sequence_parallel else 1) * 2.0
-    if stage == 0:
-        parts["embedding"] = 2.0 * sbh / (setup.tp if setup.sequence_parallel else 1)
-    if stage == setup.pp - 1:
-        # fp32 logits and their gradient.
-        parts["logits"] = 8.0 * model.seq * setup.micro_batch / setup.cp * shape.padded_vocab(model.vocab, setup.tp) / setup.tp
+        prefetch = (dense + experts) / depth * (2 * setup.recipe.weight + setup.recipe.gradient)
     if setup.recompute in ("selective", "full"):
-        whole = activation_per_layer(model, setup.micro_batch, "flash", tp=setup.tp, cp=setup.cp, sequence_parallel=setup.sequence_parallel)
-        parts["recompute"] = whole
-    return parts
-
-
-def _usage_of_params(model: Model, setup: Setup) -> Usage:
-    state = model_state(model.params / (setup.tp * setup.pp), shard_groups(setup)[0], setup.zero, setup.recipe, offload=setup.offload)
-    parts = {"context": setup.context_bytes, "communication": float(BUCKET_BYTES) if setup.dp > 1 else 0.0}
-    parts["fragmentation"] = setup.fragmentation * state.total
-    return _sum(state, 0.0, parts, 0)
-
-
-def _sum(state: State, kept: float, parts: dict[str, float], stage: int) -> Usage:
-    buffers = sum(parts.values())
-    return Usage(
-        weights=state.weights,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        activations=kept,
-        buffers=buffers,
-        total=state.total + kept + buffers,
-        stage=stage,
-        host=state.host,
-        parts=parts,
+        repeated = activation_per_layer(model, setup.micro_batch, "flash", tp=tp, cp=setup.cp, sequence_parallel=setup.sequence_parallel)
+    last = stage == setup.pp - 1
+    return _Stage(
+        weights,
+        gradients,
+        optimizer,
+        host,
+        kept,
+        setup.context_bytes,
+        bucket,
+        prefetch,
+        8.0 * tokens * model.hidden / outer if setup.pp > 1 else 0.0,
+        2.0 * tokens * model.hidden / outer if stage == 0 else 0.0,
+        8.0 * tokens * shape.padded_vocab(model.vocab, tp) / tp if last else 0.0,  # fp32 logits and their gradient
+        repeated,
+        setup.fragmentation * (weights + gradients + optimizer + kept),
     )
+
+
+def _state(params: float, group: int, setup: Setup) -> tuple[float, float, float, float]:
+    state = model_state(params, group, setup.zero, setup.recipe, offload=setup.offload)
+    return state.weights, state.gradients, state.optimizer, state.host
 
 
 def check_recompute(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
@@ -11,6 +12,7 @@ AXES = ("tp", "cp", "pp", "dp")
 """Axes from the innermost (the most frequent traffic) to the outermost; `ep` is folded into dp x tp."""
 
 
+@lru_cache(maxsize=1024)
 def layers_per_stage(layers: int, pp: int) -> tuple[int, ...]:
     """Layers of each pipeline stage; they sum to `layers` and differ by at most one.
 

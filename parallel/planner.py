@@ -207,26 +207,29 @@ def _cheapest_setting(request: Request, mesh: MeshShape, micro: int, counts: tup
     ranks = mesh.dp * mesh.cp
     stages = (request.zero,) if request.zero is not None else (1, 2, 3) if ranks > 1 else (0,)
     base = setup_of(request, mesh, micro, counts[0])
+    capacity = request.inventory.gpu_memory_bytes
+
+    def fits(recompute: str, zero: int) -> Setup | None:
+        setup = msgspec.structs.replace(base, zero=zero, recompute=recompute)
+        return setup if memory.peak_bytes(request.model, layers, setup) <= capacity else None
+
+    setup = fits(levels[0], stages[0])
+    if setup is not None:
+        return _price(request, mesh, counts, layers, setup)  # Every other setting costs more.
+    if fits(levels[-1], stages[-1]) is None:
+        least = msgspec.structs.replace(base, zero=stages[-1], recompute=levels[-1])
+        return _does_not_fit(request, memory.usage(request.model, layers, least))
     best: Plan | None = None
-    least: Usage | None = None
     for recompute in levels:
-        for zero in stages:
-            setup = msgspec.structs.replace(base, zero=zero, recompute=recompute)
-            used = memory.usage(request.model, layers, setup)
-            if least is None or used.total < least.total:
-                least = used
-            if used.total > request.inventory.gpu_memory_bytes:
-                continue
-            made = _price(request, mesh, counts, layers, setup, used)
+        setup = next(filter(None, (fits(recompute, zero) for zero in stages)), None)
+        if setup is not None:
+            made = _price(request, mesh, counts, layers, setup)
             if best is None or made.step_seconds < best.step_seconds:
                 best = made
-            break
-        if best is not None and best.zero_stage == stages[0]:
-            break  # More recomputation costs more and could only lower a ZeRO stage that is the lowest already.
-    if best is not None:
-        return best
-    assert least is not None
-    return _does_not_fit(request, least)
+            if setup.zero == stages[0]:
+                break  # More recomputation could only lower the ZeRO stage, which is at its lowest.
+    assert best is not None
+    return best
 
 
 def setup_of(request: Request, mesh: MeshShape, micro: int, count: int) -> Setup:
@@ -257,7 +260,7 @@ def _does_not_fit(request: Request, least: Usage) -> str:
     return f"needs at least {least.total / 1e9:.1f} GB a GPU ({parts}), {capacity / 1e9:g} GB are there"
 
 
-def _price(request: Request, mesh: MeshShape, counts: tuple[int, ...], layers: tuple[int, ...], setup: Setup, used: Usage) -> Plan:
+def _price(request: Request, mesh: MeshShape, counts: tuple[int, ...], layers: tuple[int, ...], setup: Setup) -> Plan:
     model, inventory = request.model, request.inventory
     times = None
     if model.known:
@@ -272,7 +275,7 @@ def _price(request: Request, mesh: MeshShape, counts: tuple[int, ...], layers: t
         micro_batches=counts,
         layers_per_stage=layers,
         setup=setup,
-        usage=used,
+        usage=memory.usage(model, layers, setup),
         times=times,
         step_seconds=seconds,
         bubble_fraction=pipeline.bubble_fraction(request.schedule, mesh.pp, counts[0], request.virtual),

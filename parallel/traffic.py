@@ -34,7 +34,9 @@ def traffic(model: Model, layers: tuple[int, ...], setup: Setup) -> Traffic:
         params = dense + experts
     else:
         params = model.params / (setup.tp * setup.pp)
-    volume = comm.zero_volume(params * setup.recipe.gradient, params * setup.recipe.weight, ranks, setup.zero)
+    group = memory.shard_groups(setup)[0] if setup.zero >= 3 else ranks
+    volume = comm.zero_volume(params * setup.recipe.gradient, params * setup.recipe.weight, group, setup.zero)
+    across = comm.all_reduce(params * setup.recipe.gradient / group, ranks // group)
     detail: dict[str, Any] = {
         "dp_gradients_only": volume.gradients,
         "dp_parameters_only": volume.parameters,
@@ -44,7 +46,7 @@ def traffic(model: Model, layers: tuple[int, ...], setup: Setup) -> Traffic:
     if setup.zero >= 3:
         detail["dp_with_gathers_per_micro_batch"] = setup.micro_batches * volume.parameters + volume.gradients
     if not model.known:
-        return Traffic(dp=volume.total, tp=0.0, pp=0.0, detail=detail)
+        return Traffic(dp=volume.total + across, tp=0.0, pp=0.0, detail=detail)
     count, depth = setup.micro_batches, layers[stage]
     passes = 3 if setup.recompute == "full" else 2
     per_layer = comm.tp_volume(model, setup.micro_batch, setup.tp, passes=1, cp=setup.cp)
@@ -59,7 +61,7 @@ def traffic(model: Model, layers: tuple[int, ...], setup: Setup) -> Traffic:
     crossings = 0 if setup.pp == 1 else 1 if setup.pp == 2 else 2
     sparse = (model.layers - model.dense_layers) / model.layers if model.experts else 0.0
     return Traffic(
-        dp=volume.total,
+        dp=volume.total + across,
         tp=per_layer * passes * depth * count,
         pp=crossings * count * comm.pp_message(model, setup.micro_batch, setup.tp, setup.cp),
         cp=comm.cp_volume(model, setup.micro_batch, setup.cp, setup.tp) * depth * count,
