@@ -145,6 +145,10 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """What the formula alone says."""
     rule: str
     """What set the value: formula, first_save, write, bandwidth, min, max, lost_gpu_hours or step."""
+    lower_seconds: float
+    lower_rule: str
+    upper_seconds: float
+    upper_rule: str
     overhead_ratio: float
     failures_per_second: float
     reason: str
@@ -183,16 +187,21 @@ class Controller:
         """The interval for a known failure rate (what the supervisor sends to workers)."""
         stall, rate = measured.stall_seconds, failures_per_second
         if stall is None:
-            optimum, story = 0.0, "no save was measured yet, so the first one is taken early"
-        elif rate <= 0.0:
-            optimum, story = math.inf, "no failure rate is known, so only the bounds decide"
-        else:
-            optimum = math.sqrt(2.0 * stall / rate)
-            story = f"sqrt(2 x {stall:.3g} s stall x {1.0 / rate:.4g} s MTBF) = {optimum:.4g} s"
-        bounded, rule = self._bounded(optimum, measured)
+            return self.apply(0.0, measured, rate, story="no save was measured yet, so the first one is taken early")
+        if rate <= 0.0:
+            return self.apply(math.inf, measured, rate, story="no failure rate is known, so only the bounds decide")
+        optimum = math.sqrt(2.0 * stall / rate)
+        story = f"sqrt(2 x {stall:.3g} s stall x {1.0 / rate:.4g} s MTBF) = {optimum:.4g} s"
+        return self.apply(optimum, measured, rate, story=story)
+
+    def apply(self, optimum_seconds: float, measured: Measured, failures_per_second: float, *, story: str = "") -> Interval:
+        """Bounds and whole steps applied to what a formula says (infinity: it says nothing)."""
+        stall, rate = measured.stall_seconds, failures_per_second
+        bounded, rule = self._bounded(optimum_seconds, measured)
         if stall is None and rule == "formula":
             rule = "first_save"
-        value, steps = _stepped(bounded, measured.step_seconds, self._floor(measured)[0])
+        (lower, lower_rule), (upper, upper_rule) = self._floor(measured), self._ceiling()
+        value, steps = _stepped(bounded, measured.step_seconds, lower)
         if steps == 1 and bounded < measured.step_seconds:
             rule = "step"
         cost = (
@@ -200,14 +209,20 @@ class Controller:
             if value > 0.0
             else 0.0
         )
-        reason = story if rule in ("formula", "first_save") else f"{story}; {_RULES[rule]} sets {bounded:.4g} s"
+        reason = story or f"the formula says {optimum_seconds:.6g} s"
+        if rule not in ("formula", "first_save"):
+            reason += f"; {_RULES[rule]} sets {value if rule == 'step' else bounded:.4g} s"
         if steps:
             reason += f"; {steps} step{'s' if steps > 1 else ''} of {measured.step_seconds:.3g} s"
         return Interval(
             interval_seconds=value,
             steps=steps,
-            optimum_seconds=optimum,
+            optimum_seconds=optimum_seconds,
             rule=rule,
+            lower_seconds=lower,
+            lower_rule=lower_rule,
+            upper_seconds=upper,
+            upper_rule=upper_rule,
             overhead_ratio=cost,
             failures_per_second=rate,
             reason=reason,
@@ -283,6 +298,16 @@ def warnings(interval: float, mtbf: float, measured: Measured) -> list[str]:
     return found
 
 
+def storage_warnings(checkpoint: float, storage: float, keep: int) -> list[str]:
+    """Whether the checkpoints that are kept, and one being written, fit into the storage (same unit)."""
+    needed = checkpoint * (keep + 1)
+    if storage <= 0.0 or needed <= storage:
+        return []
+    return [
+        f"{keep} kept checkpoints and one being written need {needed:g} GB, {storage:g} GB are there: keep at most {max(0, int(storage // checkpoint) - 1)}"
+    ]
+
+
 def notice_needed(measured: Measured) -> float:
     """Seconds of notice that one step and one durable save need."""
     return measured.step_seconds + max(measured.stall_seconds or 0.0, measured.write_seconds)
@@ -307,7 +332,7 @@ def _check_bounds(bounds: Bounds, rate: float, weight: float) -> None:
         "prior weight": weight,
     }
     for name, value in named.items():
-        if not math.isfinite(value) or value < 0.0:
+        if math.isnan(value) or value < 0.0 or (math.isinf(value) and name != "max_interval_seconds"):
             raise ConfigurationError(f"{name} is {value}", where="checkpoint policy", hint="give a finite number of at least 0")
     if bounds.max_seconds <= 0.0 or bounds.min_seconds > bounds.max_seconds:
         raise ConfigurationError(
