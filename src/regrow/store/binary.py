@@ -113,13 +113,32 @@ def _bind_any() -> socket.socket:
 
 
 def _bind(port: int) -> socket.socket:
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A socket that keeps everybody else from the port.
+
+    Two sockets with SO_REUSEADDR can be bound to one port as long as neither listens, so one without it comes first. After
+    a server's end its connections linger in TIME_WAIT, where only SO_REUSEADDR helps: then it listens, to be the only one.
+    """
     try:
-        held.bind(("127.0.0.1", port))
+        return _bound(port, reuse=False)
+    except OSError:
+        pass
+    try:
+        return _bound(port, reuse=True)
     except OSError as error:
-        held.close()
         raise OperationalError(f"port {port} is in use", where=f"127.0.0.1:{port}", hint="stop what listens there") from error
+
+
+def _bound(port: int, *, reuse: bool) -> socket.socket:
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if reuse:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", port))
+        if reuse:
+            held.listen(1)
+    except OSError:
+        held.close()
+        raise
     return held
 
 

@@ -19,12 +19,15 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from regrow.errors import OperationalError
 from regrow.store.binary import HeldPort, check_version, etcd_version, find_etcd
 
 log = logging.getLogger("regrow.store")
 
 _PORT_ATTEMPTS = 8
+_PORT_SECONDS = 10.0
 _GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -138,7 +141,7 @@ class EmbeddedEtcd:
             OperationalError: a port is in use, or it did not become healthy.
         """
         await self._reap()
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + _PORT_SECONDS
         while True:
             try:
                 self._held = [HeldPort(self.client_port), HeldPort(self.peer_port)]
@@ -284,7 +287,12 @@ class EmbeddedEtcd:
         return [*given, *(("--client-cert-auth",) if options.client_ca else ()), *options.extra]
 
     async def _healthy(self) -> bool:
-        """Its own judgement, by HTTP: a linearizable read succeeded. (No grpc here: the caller may not want it loaded.)"""
+        """Its own judgement, by HTTP: a linearizable read succeeded. (No grpc here: the caller may not want it loaded.)
+
+        Another etcd on this port would say the same, so it must be our process that listens.
+        """
+        if not self._listens():
+            return False
         context = None
         if self.options.certificate:
             context = ssl.create_default_context()
@@ -305,6 +313,15 @@ class EmbeddedEtcd:
                         await writer.wait_closed()
         except (OSError, TimeoutError):
             return False
+
+    def _listens(self) -> bool:
+        if self.pid is None:
+            return False
+        try:
+            sockets = psutil.Process(self.pid).net_connections("tcp")
+        except psutil.Error:
+            return False
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == self.client_port for one in sockets if one.laddr)
 
     def _log_tail(self) -> str:
         with self.log_path.open("rb") as text:
@@ -358,6 +375,6 @@ class EmbeddedCluster:
                 raise
         raise OperationalError(f"{_PORT_ATTEMPTS} times a port was taken at the last moment", where="etcd cluster")
 
-    async def stop(self) -> None:
-        """Stop all members."""
-        await asyncio.gather(*(member.stop() for member in self.members))
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Stop all members. (A leader that is told to end looks for a successor first, in vain.)"""
+        await asyncio.gather(*(member.stop(grace_seconds) for member in self.members))

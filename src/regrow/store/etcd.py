@@ -194,8 +194,11 @@ class EtcdStore:
         with contextlib.suppress(Compacted):
             await self.compact(revision, timeout=timeout)
         await self._connection.call(rpc.DEFRAGMENT, pb.DefragmentRequest(), timeout=timeout)
-        request = pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, alarm=pb.NOSPACE)
-        await self._connection.call(rpc.ALARM, request, timeout=timeout, retry=True)
+        alarms = await self._connection.call(rpc.ALARM, pb.AlarmRequest(action=pb.AlarmRequest.GET), timeout=timeout, retry=True)
+        for alarm in alarms.alarms:
+            if alarm.alarm == pb.NOSPACE:
+                request = pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, member_id=alarm.member_id, alarm=pb.NOSPACE)
+                await self._connection.call(rpc.ALARM, request, timeout=timeout, retry=True)
 
     async def close(self) -> None:
         """See `Store.close`."""
