@@ -35,6 +35,8 @@ _SIGKILL = 9
 class Reply(msgspec.Struct, omit_defaults=True):
     """One line of the child."""
 
+    ready: bool = False
+    """First line of a serving child: Python is up; from here on only the driver can be slow."""
     sample: NodeSample | None = None
     events: tuple[XidEvent, ...] = ()
 
@@ -80,6 +82,7 @@ def serve() -> None:
     """Answer requests until stdin ends, or until NVML fails as a whole: the parent then starts a fresh child."""
     from regrow.agent.health import nvml
 
+    _write(Reply(ready=True))
     events = nvml.Events()
     closed = nvml.open_nvml()
     if closed is None:

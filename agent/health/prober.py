@@ -26,6 +26,8 @@ log = logging.getLogger("regrow.health")
 
 _MODULE = "regrow.agent.health.probe"
 _MAX_STUCK = 2
+_START_SECONDS = 60.0
+"""For starting Python on an overloaded host: being late there is no sign of a hung driver."""
 _LINE_BYTES = 4 * 1024 * 1024
 DEFAULT_DEADLINE_SECONDS = 10.0
 """A healthy node with eight GPUs answers in well under a second; the first call of a cold driver may take several."""
@@ -82,11 +84,12 @@ class Prober:
         self._child: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._answer: asyncio.Future[NodeSample] | None = None
+        self._up = asyncio.Event()
         self._stuck: list[asyncio.subprocess.Process] = []
         self.num_started = 0
 
     async def probe(self, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> NodeSample:
-        """A sample, or one that says hung or crashed. Takes at most the deadline and a second more."""
+        """A sample, or one that says hung or crashed. Takes at most the deadline and a second more once the child is up."""
         began = time.monotonic()
         self._stuck = [one for one in self._stuck if one.returncode is None]
         if len(self._stuck) >= _MAX_STUCK:
@@ -96,10 +99,14 @@ class Prober:
         try:
             assert child.stdin is not None
             child.stdin.write(b"probe\n")
+            await asyncio.wait_for(self._up.wait(), _START_SECONDS)
             sample = await asyncio.wait_for(self._answer, deadline_seconds)
         except TimeoutError:
+            started = self._up.is_set()
             await self._throw_away()
-            return hung(time.monotonic() - began)
+            if started:
+                return hung(time.monotonic() - began)
+            return NodeSample(status="crashed", boot_id=boot_id(), detail="the probe child did not start in time")
         except (ConnectionError, OSError) as error:
             sample = NodeSample(status="crashed", boot_id=boot_id(), detail=str(error))
         finally:
@@ -116,6 +123,7 @@ class Prober:
         if self._child is not None and self._child.returncode is None:
             return self._child
         await self._throw_away()
+        self._up.clear()
         self._child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -138,6 +146,8 @@ class Prober:
             except msgspec.DecodeError:
                 log.warning("probe child wrote a line that is not a reply: %r", line[:120])
                 continue
+            if reply.ready:
+                self._up.set()
             if reply.events and self._on_events is not None:
                 self._on_events(reply.events)
             if reply.sample is not None:
@@ -146,6 +156,7 @@ class Prober:
         self._settle(NodeSample(status="crashed", error=code, boot_id=boot_id(), detail=f"the probe child ended with {code}"))
 
     def _settle(self, sample: NodeSample) -> None:
+        self._up.set()
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(sample)
 
