@@ -112,11 +112,14 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self.gpus // tp
         return sum(number * (size // tp) for size, number in self._islands.items())
 
+    def by_loss(self) -> tuple[Node, ...]:
+        """Nodes in the order in which the worst case keeps them: the last of the fullest ones is lost first."""
+        return tuple(sorted(self.nodes, key=lambda node: node.gpus))
+
     def without(self, lost: int) -> Inventory:
-        """The inventory after losing `lost` nodes: the last of the fullest ones, which is the worst case."""
-        order = sorted(range(len(self.nodes)), key=lambda index: (self.nodes[index].gpus, index))
-        kept = sorted(order[: max(0, len(order) - lost)])
-        return msgspec.structs.replace(self, nodes=tuple(self.nodes[index] for index in kept))
+        """The inventory after losing `lost` nodes in the worst case, the rest in their order."""
+        kept = {node.name for node in self.by_loss()[: max(0, len(self.nodes) - lost)]}
+        return msgspec.structs.replace(self, nodes=tuple(node for node in self.nodes if node.name in kept))
 
 
 def uniform(
