@@ -159,10 +159,15 @@ def _tensors(chunks: list[Chunk], labels: dict[str, str], room: int) -> dict[str
     tensors: dict[str, object] = {"__metadata__": {"format": "pt", **labels}}
     for chunk in chunks:
         label = chunk.name if chunk.sizes == chunk.shape else f"{chunk.name}@{'x'.join(map(str, chunk.offsets))}"
-        dtype = _SAFETENSORS.get(chunk.dtype)
-        shape = chunk.sizes if dtype else (chunk.nbytes,)
-        tensors[label] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": (chunk.at - room, chunk.at - room + chunk.nbytes)}
+        dtype, shape = safetensors_dtype(chunk.dtype, chunk.sizes)
+        tensors[label] = {"dtype": dtype, "shape": shape, "data_offsets": (chunk.at - room, chunk.at - room + chunk.nbytes)}
     return tensors
+
+
+def safetensors_dtype(dtype: str, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Type and shape for a safetensors header; types that it does not have become bytes."""
+    known = _SAFETENSORS.get(dtype)
+    return (known, sizes) if known else ("U8", (tensor_bytes(dtype, sizes),))
 
 
 def _round_up(value: int, multiple: int) -> int:

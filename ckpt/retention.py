@@ -1,0 +1,122 @@
+"""What may be deleted. One owner a job (the committing agent), and only what a record or a name of ours covers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from regrow.ckpt.catalog import CatalogEntry, scan
+from regrow.ckpt.manifest import parse_directory
+from regrow.errors import OperationalError
+
+_TRASH = ".regrow-trash-"
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is kept."""
+
+    keep_last: int = 3
+    """Newest restorable checkpoints; at least one is always kept."""
+    keep_every_steps: int = 0
+    """Also keep those whose step is a multiple of this; 0: none."""
+    keep_every_seconds: float = 0.0
+    """Also keep one in each interval of this length, by the time written; 0: none."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens to one directory, and why."""
+
+    name: str
+    step: int
+    keep: bool
+    reason: str
+
+
+def choose(entries: list[CatalogEntry], policy: Retention, *, generation: int, protected: Collection[str] = ()) -> list[Choice]:
+    """Decide for every entry of a folder. Pure.
+
+    Args:
+        entries: From `catalog.scan`, newest first.
+        policy: How much is kept.
+        generation: The one that runs; leftovers of earlier ones are garbage.
+        protected: Names of directories in use: the restore point of the running generation, verified ones.
+    """
+    restorable = [entry for entry in entries if entry.state == "restorable"]
+    newest_step = restorable[0].step if restorable else -1
+    kept_last = {entry.name for entry in restorable[: max(1, policy.keep_last)]}
+    spaced = _spaced(restorable, policy)
+    choices: list[Choice] = []
+    for entry in entries:
+        reason = ""
+        if entry.name in protected:
+            reason = "protected"
+        elif entry.state == "damaged":
+            reason = "damaged: set aside for you to look at"
+        elif entry.state == "partial":
+            over = entry.generation < generation or (entry.generation == generation and entry.step < newest_step)
+            reason = "" if over else "may still be written"
+        elif entry.name in kept_last:
+            reason = "newest" if restorable and entry is restorable[0] else f"one of the last {policy.keep_last}"
+        elif entry.name in spaced:
+            reason = "kept at an interval"
+        what = "never became a checkpoint" if entry.state == "partial" else f"older than the last {policy.keep_last}"
+        choices.append(Choice(name=entry.name, step=entry.step, keep=bool(reason), reason=reason or what))
+    return choices
+
+
+def _spaced(restorable: list[CatalogEntry], policy: Retention) -> set[str]:
+    kept: set[str] = set()
+    seen: set[int] = set()
+    for entry in reversed(restorable):
+        if policy.keep_every_steps and entry.step % policy.keep_every_steps == 0:
+            kept.add(entry.name)
+        if policy.keep_every_seconds:
+            interval = int(entry.written_at // policy.keep_every_seconds)
+            if interval not in seen:
+                seen.add(interval)
+                kept.add(entry.name)
+    return kept
+
+
+def prune(path: str | Path, policy: Retention, *, generation: int, protected: Collection[str] = (), dry_run: bool = False) -> list[Choice]:
+    """Apply the policy to a folder. Call it after a publication, from the one owner. A missing folder is fine.
+
+    A directory leaves in one rename before its content goes, so no reader ever sees half a checkpoint.
+
+    Raises:
+        OperationalError: the folder cannot be listed, or a directory cannot be removed.
+    """
+    folder = Path(path)
+    choices = choose(scan(folder), policy, generation=generation, protected=protected)
+    if dry_run:
+        return choices
+    _empty_trash(folder)
+    for choice in choices:
+        if not choice.keep:
+            _remove(folder, choice.name)
+    return choices
+
+
+def _remove(folder: Path, name: str) -> None:
+    trash = folder / f"{_TRASH}{name}-{uuid.uuid4().hex[:8]}"
+    try:
+        (folder / name).rename(trash)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OperationalError(f"cannot be removed: {error.strerror}", where=str(folder / name), hint="check permissions") from error
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _empty_trash(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as items:
+        for item in items:
+            inner = item.name.removeprefix(_TRASH).rpartition("-")[0]
+            if item.name.startswith(_TRASH) and parse_directory(inner):
+                shutil.rmtree(item.path, ignore_errors=True)

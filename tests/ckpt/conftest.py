@@ -1,0 +1,203 @@
+"""Real parts for checkpoint tests: writer processes, a committing agent's half, and ranks in forked processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from regrow.ckpt import catalog
+from regrow.ckpt.client import WriterControl
+from regrow.ckpt.commit import Collected, Collector, write_record
+from regrow.ids import MeshShape
+from regrow.wire import GenerationSpec, RestorePoint, ShardsDurable, ShardsFailed
+
+HERE = Path(__file__).parent
+DEADLINE_SECONDS = 90.0
+
+
+class WriterProcess:
+    """A `regrow.ckpt.writer` of its own."""
+
+    def __init__(self, folder: Path, name: str, faults: str = "") -> None:
+        self.socket = str(folder / f"{name}.sock")
+        self.state = folder / name
+        self._faults = faults
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        environment = {**os.environ, "REGROW_CKPT_FAULTS": self._faults}
+        command = [sys.executable, "-m", "regrow.ckpt.writer", "--socket", self.socket, "--state", str(self.state)]
+        self.log = open(f"{self.socket}.log", "ab")  # noqa: SIM115
+        self.process = subprocess.Popen(command, env=environment, stderr=self.log)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not Path(self.socket).exists():
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(20)
+        self.log.close()
+        return self.process.returncode
+
+
+class Committer:
+    """The committing agent's half: hears all writers, collects, writes records."""
+
+    def __init__(self, spec: GenerationSpec) -> None:
+        self.collector = Collector(spec)
+        self.outcomes: asyncio.Queue[Collected] = asyncio.Queue()
+        self.messages: list[ShardsDurable | ShardsFailed] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._controls: list[WriterControl] = []
+
+    async def connect(self, writers: list[WriterProcess]) -> None:
+        for writer in writers:
+            control = await WriterControl.connect(writer.socket, "n")
+            self._controls.append(control)
+            self._tasks.append(asyncio.create_task(self._follow(control)))
+
+    async def _follow(self, control: WriterControl) -> None:
+        async for message in control.messages():
+            if isinstance(message, ShardsDurable | ShardsFailed):
+                self.messages.append(message)
+                outcome = self.collector.add(message)
+                if outcome.pending is not None:
+                    await asyncio.to_thread(write_record, outcome.pending, written_at=time.time())
+                await control.acknowledge(message)
+                self.outcomes.put_nowait(outcome)
+
+    async def until(self, kind: str) -> Collected:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while True:
+                outcome = await self.outcomes.get()
+                if outcome.kind == kind:
+                    return outcome
+
+    async def close(self) -> None:
+        for control in self._controls:
+            await control.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Ranks:
+    """The process that forks ranks (tests/ckpt/mesh_run.py)."""
+
+    def __init__(self, folder: Path, writers: list[WriterProcess]) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self._writers = writers
+        self._process: asyncio.subprocess.Process | None = None
+        self.generation = 0
+
+    async def start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, str(HERE / "mesh_run.py"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    async def phase(
+        self, mesh: str, *, restore: RestorePoint | None = None, committer: Committer | None = None, **more: Any
+    ) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        phase = {
+            "mesh": mesh,
+            "generation": self.generation,
+            "folder": str(self.checkpoints),
+            "writers": [writer.socket for writer in self._writers],
+            "store": str(self.folder / f"store-{self.generation}"),
+            "seed": 100 + self.generation,
+            "reference_seed": 101,
+            "restore": json.loads(json.dumps({f: getattr(restore, f) for f in restore.__struct_fields__})) if restore else None,
+            **more,
+        }
+        self._process.stdin.write(json.dumps(phase).encode() + b"\n")
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            line = await self._process.stdout.readline()
+        return json.loads(line)
+
+    def next_spec(self, mesh: str, restore: RestorePoint | None = None) -> GenerationSpec:
+        self.generation += 1
+        shape = MeshShape.parse(mesh)
+        return GenerationSpec(
+            job="mesh", epoch=1, generation=self.generation, mesh=shape, world_size=shape.world_size, nodes=("n0", "n1"), restore=restore
+        )
+
+    def newest(self) -> catalog.CatalogEntry:
+        entry = catalog.newest_restorable(self.checkpoints)
+        assert entry is not None
+        return entry
+
+    async def stop(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                await asyncio.wait_for(self._process.wait(), 20)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short name: Unix socket paths end at 108 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="rgc"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest_asyncio.fixture
+async def writers(short_path: Path) -> AsyncIterator[list[WriterProcess]]:
+    """Two nodes' writers."""
+    made = [WriterProcess(short_path, f"w{number}") for number in range(2)]
+    for writer in made:
+        await writer.start()
+    yield made
+    for writer in made:
+        assert writer.kill(signal.SIGTERM) == 0
+
+
+@pytest_asyncio.fixture
+async def ranks(short_path: Path, writers: list[WriterProcess]) -> AsyncIterator[Ranks]:
+    """Ranks on two nodes."""
+    made = Ranks(short_path, writers)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture
+async def make_committer() -> AsyncIterator[Any]:
+    """Makes committing agents, one a generation."""
+    made: list[Committer] = []
+
+    async def make(spec: GenerationSpec, writers: list[WriterProcess]) -> Committer:
+        committer = Committer(spec)
+        await committer.connect(writers)
+        made.append(committer)
+        return committer
+
+    yield make
+    for committer in made:
+        await committer.close()
