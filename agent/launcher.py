@@ -77,6 +77,8 @@ class Launcher:
         self._generations: dict[tuple[str, int], protocol.GenerationState] = {}
         self._ready: protocol.Ready | None = None
         self._closing = False
+        self.spawned = asyncio.Event()
+        """Set once this launcher had to start a shim itself."""
 
     @property
     def ready(self) -> protocol.Ready | None:
@@ -181,6 +183,7 @@ class Launcher:
         if _is_locked(self._options.state / "shim.lock"):
             return True
         self._process = await asyncio.to_thread(self._spawn)
+        self.spawned.set()
         return False
 
     def _spawn(self) -> subprocess.Popen[bytes]:

@@ -1,0 +1,236 @@
+"""The beat connection: one TCP stream to the leader, with liveness and progress out and orders in.
+
+Lost, it is made again with a small back-off, for ever; meanwhile what must be told is kept, within bounds. The agent never
+judges the leader by silence alone: unacknowledged bytes end the connection after TCP_USER_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import ssl
+from collections import deque
+from typing import Any, Protocol
+
+import msgspec
+
+from regrow import wire
+
+_log = logging.getLogger("regrow.agent.beat")
+
+MAX_KEPT = 2_000
+"""Messages kept while there is no leader; over it the oldest step reports go first."""
+_MAX_UNSENT_BYTES = 16 * 1024 * 1024
+_WELCOME_SECONDS = 5.0
+_CONNECT_SECONDS = 3.0
+_SILENT_PEER_MS = 10_000
+_BACKOFF_SECONDS = (0.05, 1.0)
+
+
+class BeatSource(Protocol):
+    """What the connection needs of the agent."""
+
+    def hello(self) -> wire.Hello:
+        """What this node is and runs, now."""
+        ...
+
+    def beat_message(self, seq: int) -> wire.Beat:
+        """Progress, now."""
+        ...
+
+    def welcomed(self, welcome: wire.Welcome) -> bool:
+        """A leader accepted us; False when its epoch is behind what this node has seen."""
+        ...
+
+    def ordered(self, message: Any) -> None:
+        """The leader said something else."""
+        ...
+
+    def disconnected(self) -> None:
+        """The connection that was welcomed is gone."""
+        ...
+
+    def refused(self, refusal: wire.Refused) -> None:
+        """The leader does not take this node."""
+        ...
+
+
+class Outbox:
+    """Messages that wait for a leader."""
+
+    def __init__(self, limit: int = MAX_KEPT) -> None:
+        self._limit = limit
+        self._kept: deque[msgspec.Struct] = deque()
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, message: msgspec.Struct) -> None:
+        """Keep a message; when full, the oldest step report goes, else the oldest message."""
+        self._kept.append(message)
+        if len(self._kept) > self._limit:
+            victim = next((index for index, kept in enumerate(self._kept) if isinstance(kept, wire.NodeSteps)), 0)
+            del self._kept[victim]
+            self.num_dropped += 1
+
+    def take(self) -> list[msgspec.Struct]:
+        """Everything, once. Exits are left out: the greeting has them."""
+        taken = [message for message in self._kept if not isinstance(message, wire.WorkersExited)]
+        self._kept.clear()
+        return taken
+
+
+class BeatConnection:
+    """Keeps the connection to whoever leads."""
+
+    def __init__(self, source: BeatSource, *, tls: ssl.SSLContext | None = None) -> None:
+        self._source = source
+        self._tls = tls
+        self._leader: wire.LeaderRecord | None = None
+        self._changed = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._welcomed = False
+        self._outbox = Outbox()
+        self._beat_now = asyncio.Event()
+        self._pause = 0.0
+        self.last_beat_at: float | None = None
+        """Loop time of the last beat that was handed to the kernel."""
+
+    @property
+    def connected(self) -> bool:
+        """True between a welcome and the end of the connection."""
+        return self._welcomed
+
+    @property
+    def num_kept(self) -> int:
+        """Messages that wait for a leader."""
+        return len(self._outbox)
+
+    def set_leader(self, leader: wire.LeaderRecord) -> None:
+        """Whoever leads by the store. Another address or term replaces the connection."""
+        if leader == self._leader:
+            return
+        _log.info("leader=%s epoch=%d beat=%s", leader.supervisor, leader.epoch, leader.beat_address)
+        moved = self._leader is not None and leader.beat_address != self._leader.beat_address
+        self._leader = leader
+        self._pause = 0.0
+        self._changed.set()
+        if moved and self._writer is not None:
+            self._writer.close()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send now, or when there is a leader."""
+        writer = self._writer
+        if not self._welcomed or writer is None or writer.is_closing():
+            self._outbox.keep(message)
+            return
+        self._write(writer, message)
+
+    def beat_soon(self) -> None:
+        """Send a beat at once: something in it has changed."""
+        self._beat_now.set()
+
+    async def flush(self, limit_seconds: float) -> None:
+        """Wait until what was sent has left this process."""
+        writer = self._writer
+        if writer is not None and not writer.is_closing():
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(limit_seconds):
+                    while writer.transport.get_write_buffer_size():  # noqa: ASYNC110  # the transport has no such event
+                        await asyncio.sleep(0.005)
+
+    async def run(self) -> None:
+        """Connect, serve, and again, until cancelled."""
+        while True:
+            leader = self._leader
+            if leader is None:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                await self._session(leader)
+            except (OSError, TimeoutError, msgspec.MsgspecError, asyncio.IncompleteReadError, ValueError) as error:
+                _log.info("no beat connection to %s: %s", leader.beat_address, error or type(error).__name__)
+            self._changed.clear()
+            self._pause = min(_BACKOFF_SECONDS[1], max(_BACKOFF_SECONDS[0], self._pause * 2))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause * random.uniform(0.7, 1.3)):  # noqa: S311  # spreads a crowd, guards nothing
+                    await self._changed.wait()
+
+    async def _session(self, leader: wire.LeaderRecord) -> None:
+        host, _, port = leader.beat_address.rpartition(":")
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES, ssl=self._tls)
+        self._writer = writer
+        _tune(writer)
+        try:
+            writer.write(wire.encode(self._source.hello()))
+            async with asyncio.timeout(_WELCOME_SECONDS):
+                answer = wire.decode(await _line(reader), wire.ToAgent)
+            if isinstance(answer, wire.Refused):
+                self._pause = max(self._pause, 0.5)
+                self._source.refused(answer)
+                return
+            if not isinstance(answer, wire.Welcome):
+                raise ConnectionAbortedError(f"the leader greeted with {type(answer).__name__}")
+            if not self._source.welcomed(answer):
+                return
+            await self._converse(reader, writer, answer)
+        finally:
+            self._writer = None
+            if self._welcomed:
+                self._welcomed = False
+                self._source.disconnected()
+            writer.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: wire.Welcome) -> None:
+        self._welcomed = True
+        self._pause = 0.0
+        for message in self._outbox.take():
+            self._write(writer, message)
+        beats = asyncio.create_task(self._beats(writer, welcome.beat_seconds), name="regrow-beats")
+        try:
+            while True:
+                self._source.ordered(wire.decode(await _line(reader), wire.ToAgent))
+        finally:
+            beats.cancel()
+            await asyncio.gather(beats, return_exceptions=True)
+
+    async def _beats(self, writer: asyncio.StreamWriter, every_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        seq = 0
+        due = loop.time()
+        while True:
+            seq += 1
+            self._beat_now.clear()
+            self._write(writer, self._source.beat_message(seq))
+            self.last_beat_at = loop.time()
+            due = max(due + every_seconds, loop.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._beat_now.wait()
+
+    def _write(self, writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+        writer.write(wire.encode(message))
+        if writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            _log.warning("the leader does not read: connection dropped")
+            writer.transport.abort()
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("closed by the leader")
+    return line
+
+
+def _tune(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_PEER_MS)

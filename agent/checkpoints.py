@@ -1,0 +1,136 @@
+"""The agent's part in checkpoints: writer -> this agent -> committing agent -> record and store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from regrow import wire
+from regrow.agent.commits import Committer
+from regrow.agent.config import AgentSettings
+from regrow.agent.layout import NodePaths
+from regrow.agent.peer import PeerClient, PeerServer, Report, Settled
+from regrow.agent.registry import Keys
+from regrow.agent.writerlink import WriterLink
+from regrow.store.base import Store
+
+_log = logging.getLogger("regrow.agent.checkpoints")
+
+
+class Checkpoints:
+    """Routes reports of durable shards to the committing agent of their generation, and is that agent when it is named."""
+
+    def __init__(
+        self, settings: AgentSettings, paths: NodePaths, store: Store, keys: Keys, *, report: Callable[[wire.CheckpointChanged], None]
+    ) -> None:
+        self._node = settings.node
+        self._store = store
+        self._keys = keys
+        self._report = report
+        self._server = PeerServer(settings.address, settings.peer_port, self._from_peer)
+        self._link = WriterLink(paths.writer_socket, settings.state, settings.node, self._from_writer)
+        self._spec: wire.GenerationSpec | None = None
+        self._client: PeerClient | None = None
+        self._committer: Committer | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._early: list[Report] = []
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer_address(self) -> str:
+        """host:port for reports of other nodes."""
+        return self._server.address
+
+    @property
+    def writer_pid(self) -> int:
+        """Pid of the checkpoint writer; 0: none."""
+        return self._link.pid
+
+    async def start(self) -> None:
+        """Bind the peer port."""
+        await self._server.start()
+
+    async def run(self) -> None:
+        """Keep a writer running until cancelled."""
+        await self._link.run()
+
+    async def close(self) -> None:
+        """Let the writer finish what it writes, then end."""
+        self._link.stop()
+        await self._link.reap(6.0)
+        await self._end_generation()
+        await self._server.close()
+
+    def stop_writer(self) -> None:
+        """Tell the writer to end."""
+        self._link.stop()
+
+    def begin(self, spec: wire.GenerationSpec) -> None:
+        """A generation starts here, or is adopted: reports go where its record says."""
+        if self._spec is not None and (self._spec.job, self._spec.generation) == (spec.job, spec.generation):
+            return
+        previous = asyncio.create_task(self._end_generation(self._client, self._work))
+        self._ending.add(previous)
+        previous.add_done_callback(self._ending.discard)
+        self._spec, self._client, self._committer, self._work = spec, None, None, None
+        if spec.committing_node == self._node:
+            self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle)
+            self._work = asyncio.create_task(self._commit(self._committer), name="regrow-committer")
+        elif spec.commit_address:
+            self._client = PeerClient(spec.commit_address, self._settled)
+        early, self._early = self._early, []
+        for report in early:
+            self._from_writer(report)
+
+    async def _commit(self, committer: Committer) -> None:
+        await committer.remember_fence()
+        await committer.run()
+
+    async def _end_generation(self, client: PeerClient | None = None, work: asyncio.Task[None] | None = None) -> None:
+        client = client or self._client
+        work = work or self._work
+        if work is not None:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        if client is not None:
+            await client.close()
+
+    # --- the way of a report -------------------------------------------------------------------------------------
+
+    def _from_writer(self, report: Report) -> None:
+        spec = self._spec
+        if spec is None or (report.job == spec.job and report.generation > spec.generation):
+            self._early.append(report)  # the writer was faster than the adoption of its generation
+            return
+        if (report.job, report.generation) != (spec.job, spec.generation):
+            _log.info("report of step %d of generation %d is too late", report.step, report.generation)
+            self._link.acknowledge(report.job, report.generation, report.step)
+            return
+        if self._committer is not None:
+            settled = self._committer.add(report)
+            if settled is not None:
+                self._settled(settled)
+        elif self._client is not None:
+            self._client.report(report)
+        else:
+            _log.warning("generation %d names no committing agent: step %d stays uncommitted", spec.generation, report.step)
+
+    async def _from_peer(self, report: Report) -> Settled | None:
+        committer = self._committer
+        if committer is None or (committer.spec.job, committer.spec.generation) != (report.job, report.generation):
+            newer = self._spec is not None and self._spec.job == report.job and self._spec.generation > report.generation
+            if not newer:
+                return None  # not begun here yet: the peer keeps it and sends it again on its next connection
+            return Settled(
+                job=report.job, generation=report.generation, step=report.step, outcome="refused", reason="a later generation has started"
+            )
+        return committer.add(report)
+
+    def _settle(self, settled: Settled) -> None:
+        """Our committer knows the fate of a step."""
+        self._server.settle(settled)
+        self._settled(settled)
+
+    def _settled(self, settled: Settled) -> None:
+        self._link.acknowledge(settled.job, settled.generation, settled.step)

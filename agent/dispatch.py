@@ -1,0 +1,136 @@
+"""Carrying out what the node machine asks for, in order: fences are on disk before anything after them happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from regrow import wire
+from regrow.agent import fences, layout, stacks
+from regrow.agent import machine as m
+from regrow.agent.protocol import StartWorkers
+from regrow.errors import OperationalError
+
+if TYPE_CHECKING:
+    from regrow.agent.driver import Agent
+
+_log = logging.getLogger("regrow.agent")
+
+_ShimOrder = m.Kill | m.Launch | m.Forget
+
+
+class Dispatcher:
+    """Two queues: what is quick (fences, messages), and what the shim does (kill, start), which may take seconds."""
+
+    def __init__(self, agent: Agent, environ: Mapping[str, str] | None = None) -> None:
+        self._agent = agent
+        self._environ = dict(os.environ if environ is None else environ)
+        self._effects: asyncio.Queue[m.Effect | Callable[[], None]] = asyncio.Queue()
+        self._shim_orders: asyncio.Queue[_ShimOrder] = asyncio.Queue()
+        self._background: set[asyncio.Task[None]] = set()
+
+    def put(self, effect: m.Effect) -> None:
+        """Do this after everything that was put before."""
+        self._effects.put_nowait(effect)
+
+    def after_all(self, action: Callable[[], None], *, limit_seconds: float) -> None:
+        """Call `action` when all effects so far are done, at the latest after the limit."""
+        self._effects.put_nowait(action)
+        asyncio.get_running_loop().call_later(limit_seconds, action)
+
+    def adopted(self, order: wire.StartGeneration) -> None:
+        """A generation that an earlier agent started is ours: commit for it when we are the one."""
+        self._agent.checkpoints.begin(order.spec)
+
+    async def run(self) -> None:
+        """Carry out effects until cancelled."""
+        while True:
+            effect = await self._effects.get()
+            match effect:
+                case m.Persist():
+                    await self._persist(effect.fences)
+                case m.Send():
+                    self._agent.beat.send(effect.message)
+                case m.ToWorkers():
+                    self._agent.socket.tell(effect.generation, effect.control, effect.ranks)
+                case m.DumpStacks():
+                    self._start_background(effect)
+                case m.Kill() | m.Launch() | m.Forget():
+                    self._shim_orders.put_nowait(effect)
+                case m.Quit():
+                    pass
+                case _:
+                    effect()
+
+    async def run_shim_orders(self) -> None:
+        """Carry out what the shim has to do, one after the other, until cancelled."""
+        while True:
+            order = await self._shim_orders.get()
+            try:
+                match order:
+                    case m.Kill():
+                        pids = await self._agent.launcher.stop(order.job, order.generation, order.signal)
+                        _log.info("signal=%d job=%s generation<=%d pids=%s", order.signal, order.job, order.generation, list(pids))
+                    case m.Forget():
+                        await self._agent.launcher.forget(order.job, order.generation)
+                    case m.Launch():
+                        await self._launch(order.order)
+            except OperationalError as error:
+                _log.error("shim: %s", error.what)
+
+    async def _persist(self, found: m.Fences) -> None:
+        """A disk that takes no fences takes no workers either: the agent ends rather than acting unfenced."""
+        await asyncio.to_thread(fences.save, self._agent.paths.fences, found)
+
+    async def _launch(self, order: wire.StartGeneration) -> None:
+        agent, spec, job = self._agent, order.spec, order.job_spec
+        began = time.monotonic()
+        try:
+            await asyncio.to_thread(layout.prepare, agent.paths, order)
+            agent.exits.begin(spec.job, spec.generation)
+            agent.checkpoints.begin(spec)
+            if job.preload and job.start_method == "warm":
+                problem = await agent.launcher.preload(job.preload)
+                if problem:
+                    _log.warning("preload: %s", problem)
+            workers = layout.worker_starts(agent.paths, order, agent.settings.node, self._environ)
+            state = await agent.launcher.start(
+                StartWorkers(
+                    id=0,
+                    job=spec.job,
+                    epoch=order.epoch,
+                    generation=spec.generation,
+                    workers=workers,
+                    method=job.start_method,
+                    store=order.master_address,
+                )
+            )
+        except OperationalError as error:
+            _log.error("start of generation %d failed: %s", spec.generation, error)
+            agent.feed(m.StartFailed(job=spec.job, generation=spec.generation, reason=error.what))
+            return
+        if state.method_reason:
+            _log.warning("cold start: %s", state.method_reason)
+        detail: dict[str, object] = {"method": state.method, "start_seconds": time.monotonic() - began, "fork_seconds": state.seconds}
+        if state.method_reason:
+            detail["method_reason"] = state.method_reason
+        pids = {worker.rank: worker.pid for worker in state.workers}
+        _log.info("started job=%s generation=%d method=%s pids=%s", spec.job, spec.generation, state.method, sorted(pids.values()))
+        agent.feed(m.Started(job=spec.job, generation=spec.generation, pids=pids, detail=detail))
+
+    def _start_background(self, effect: m.DumpStacks) -> None:
+        for rank, pid in effect.pids.items():
+            task = asyncio.create_task(self._dump(effect, rank, pid))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    async def _dump(self, effect: m.DumpStacks, rank: int, pid: int) -> None:
+        text = await stacks.collect(pid, self._agent.paths.stacks(effect.job, effect.generation, rank))
+        message = wire.Output(job=effect.job, generation=effect.generation, rank=rank, kind="stacks", text=text)
+        self._agent.beat.send(msgspec.structs.replace(message))

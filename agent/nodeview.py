@@ -1,0 +1,122 @@
+"""What an agent tells of itself: greeting, beats, its record in the store."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from regrow import wire
+from regrow.agent.progress import read_progress
+from regrow.agent.protocol import StoreState
+
+if TYPE_CHECKING:
+    from regrow.agent.driver import Agent
+
+CAPABILITIES = ("warm_fork", "spare_store", "stacks", "checkpoint_writer")
+
+
+class NodeView:
+    """Composes messages from the agent's parts."""
+
+    def __init__(self, agent: Agent, *, incarnation: str, hardware_id: str, boot_id: str) -> None:
+        self._agent = agent
+        self.incarnation = incarnation
+        self._hardware_id = hardware_id
+        self._boot_id = boot_id
+        self._stores: dict[str, StoreState] = {}
+
+    # --- stores of the shim
+
+    def set_stores(self, stores: tuple[StoreState, ...]) -> None:
+        """All stores that the shim serves."""
+        self._stores = {store.address: store for store in stores}
+
+    def note_store(self, store: StoreState, *, ended: bool) -> None:
+        """One of them changed."""
+        if ended:
+            self._stores.pop(store.address, None)
+        else:
+            self._stores[store.address] = store
+
+    def forget_stores(self) -> None:
+        """They died with the shim."""
+        self._stores = {}
+
+    @property
+    def spare_store(self) -> str:
+        """Address of the store that nobody has used; empty when none stands ready."""
+        return next((store.address for store in self._stores.values() if not store.generation), "")
+
+    # --- messages
+
+    def hello(self) -> wire.Hello:
+        """The greeting on the beat connection."""
+        agent, settings = self._agent, self._agent.settings
+        fences = agent.state.fences
+        return wire.Hello(
+            cluster=settings.cluster,
+            node=settings.node,
+            incarnation=self.incarnation,
+            address=settings.address,
+            peer_address=agent.checkpoints.peer_address,
+            slots=settings.slots,
+            devices=agent.health.devices(),
+            hardware_id=self._hardware_id,
+            capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
+            highest_epoch=fences.epoch,
+            highest_generation=fences.highest(),
+            running=self._running(),
+            spare_store=self.spare_store,
+            health=agent.health.verdict(),
+            boot_id=self._boot_id,
+        )
+
+    def _running(self) -> wire.RunningGeneration | None:
+        local = self._agent.state.current
+        if local is None or local.stage in ("waiting", "stopping", "stopped"):
+            return None
+        open_exits = tuple(found for rank, found in sorted(local.exits.items()) if rank not in local.acknowledged)
+        if not local.live and not open_exits:
+            return None
+        return wire.RunningGeneration(
+            job=local.job,
+            epoch=local.order.epoch,
+            generation=local.generation,
+            workers=local.order.workers,
+            exits=open_exits,
+            spec=local.spec,
+        )
+
+    def beat(self, seq: int) -> wire.Beat:
+        """Liveness and the progress words of the running generation."""
+        local = self._agent.state.current
+        if local is None or not local.live:
+            return wire.Beat(seq=seq, spare_store=self.spare_store)
+        words = {word.slot: word for word in read_progress(self._agent.paths.progress(local.job, local.generation))}
+        now = time.monotonic_ns()
+        progress = tuple(
+            wire.RankProgress(
+                rank=worker.rank,
+                started_step=word.started_step,
+                applied_step=word.applied_step,
+                phase=word.phase,
+                age_seconds=word.age_seconds(now),
+            )
+            for worker in local.order.workers
+            if (word := words.get(worker.local_rank)) is not None and word.sequence
+        )
+        return wire.Beat(seq=seq, generation=local.generation, progress=progress, spare_store=self.spare_store)
+
+    def record(self) -> wire.NodeRecord:
+        """This node's value in the store."""
+        agent, settings = self._agent, self._agent.settings
+        return wire.NodeRecord(
+            node=settings.node,
+            incarnation=self.incarnation,
+            address=settings.address,
+            peer_address=agent.checkpoints.peer_address,
+            slots=settings.slots,
+            devices=agent.health.devices(),
+            hardware_id=self._hardware_id,
+            capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
+        )

@@ -1,0 +1,113 @@
+"""The agent's side of the checkpoint writer: keeps one running, takes its reports, acknowledges what is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from regrow import wire
+from regrow.agent.peer import Report
+from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController, WriterStatus
+from regrow.processes import lifeline_fd
+
+_log = logging.getLogger("regrow.agent.writer")
+
+_RETRY_SECONDS = 0.05
+
+
+class WriterLink:
+    """Starts a writer where none serves the socket, stays connected to it, for ever. The writer outlives the agent."""
+
+    def __init__(self, socket_path: Path, state: Path, node: str, on_report: Callable[[Report], None]) -> None:
+        self._path = socket_path
+        self._state = state
+        self._node = node
+        self._on_report = on_report
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+        """Pid of the writer that serves now; 0: none."""
+
+    async def run(self) -> None:
+        """Keep a writer connected until cancelled."""
+        pause = _RETRY_SECONDS
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(str(self._path), limit=wire.MAX_MESSAGE_BYTES)
+            except OSError:
+                if self._process is None or self._process.poll() is not None:
+                    self._process = await asyncio.to_thread(self._spawn)
+                await asyncio.sleep(pause)
+                pause = min(1.0, pause * 1.5)
+                continue
+            pause = _RETRY_SECONDS
+            self._writer = writer
+            self.pid = _peer_pid(writer)
+            try:
+                await self._converse(reader, writer)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                _log.warning("writer connection ended: %s", error)
+            finally:
+                self._writer = None
+                self.pid = 0
+                writer.close()
+
+    def acknowledge(self, job: str, generation: int, step: int) -> None:
+        """The step is settled: the writer may forget its report."""
+        if self._writer is not None:
+            self._writer.write(wire.encode(Acknowledged(job=job, generation=generation, step=step)))
+
+    def stop(self) -> None:
+        """SIGTERM: it finishes what it is writing, then exits."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, 15)
+
+    async def reap(self, limit_seconds: float) -> None:
+        """Wait for the end of a writer that this agent started; SIGKILL after the limit."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            await asyncio.to_thread(process.wait, limit_seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        lifeline = lifeline_fd()
+        with (self._state / "writer.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "regrow.ckpt.writer", "--socket", str(self._path), "--state", str(self._state)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._state,
+                start_new_session=True,
+                pass_fds=() if lifeline is None else (lifeline,),
+            )
+        _log.info("writer started pid=%d", process.pid)
+        return process
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(wire.encode(ControllerHello(node=self._node)))
+        while (line := await reader.readline()).endswith(b"\n"):
+            message = wire.decode(line, ToController)
+            if isinstance(message, wire.Unknown | WriterStatus):
+                continue
+            self._on_report(message)
+
+
+def _peer_pid(writer: asyncio.StreamWriter) -> int:
+    connection = writer.get_extra_info("socket")
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]

@@ -1,0 +1,325 @@
+"""The agent daemon with a real etcd, a real shim and real workers, under a leader that speaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tests.agent.conftest import until
+from tests.agent.leader import AgentProcess, StubLeader, fresh_cluster
+
+from regrow import wire
+from regrow.agent.roster import process_state, start_time
+from regrow.processes import MARK, kill_marked
+from regrow.store.base import Store
+from regrow.store.embedded import EmbeddedEtcd
+from regrow.store.open import open_store
+
+SLEEP = "import os, sys, time\nprint('up', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
+    """One real etcd for this file."""
+    member = EmbeddedEtcd(tmp_path_factory.mktemp("etcd"))
+    with asyncio.Runner() as runner:
+        runner.run(member.start())
+        yield member
+        runner.run(member.stop())
+
+
+@pytest.fixture
+async def store(etcd: EmbeddedEtcd) -> AsyncIterator[Store]:
+    """A client of it."""
+    made = open_store(etcd.url, timeout=20.0)
+    yield made
+    await made.close()
+
+
+class Scene:
+    """A leader and what the tests start under it."""
+
+    def __init__(self, folder: Path, url: str, store: Store) -> None:
+        self.folder = folder
+        self.url = url
+        self.cluster = fresh_cluster()
+        self.leader = StubLeader(store, self.cluster)
+        self.agents: list[AgentProcess] = []
+
+    async def agent(self, *flags: str, node: str = "n0") -> AgentProcess:
+        """Start an agent and wait for its greeting and for its shim."""
+        made = AgentProcess(self.folder / node, self.url, self.cluster, *flags, node=node)
+        self.agents.append(made)
+        after = len(self.leader.said)
+        await made.start()
+        await self.leader.next(wire.Hello, node=node, after=after)
+        return made
+
+    def script(self, text: str) -> str:
+        """A training script."""
+        path = self.folder / "train.py"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def output(self, generation: int, rank: int, node: str = "n0") -> str:
+        """What a rank has printed."""
+        path = self.folder / node / "jobs" / "toy" / f"g{generation}" / f"rank{rank}.out"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    async def up(self, generation: int, ranks: int = 2) -> None:
+        """Wait until all ranks have said that they are up."""
+        await until(lambda: all("up" in self.output(generation, rank) for rank in range(ranks)))
+
+
+@pytest.fixture
+async def scene(tmp_path: Path, etcd: EmbeddedEtcd, store: Store) -> AsyncIterator[Scene]:
+    """A scene; nothing of it is left afterwards."""
+    made = Scene(tmp_path, etcd.url, store)
+    await made.leader.start()
+    yield made
+    for agent in made.agents:
+        await agent.kill()
+        left = await asyncio.to_thread(kill_marked, MARK, str(agent.state))
+        assert left == []
+    await made.leader.stop()
+
+
+async def test_workers_get_torchruns_environment_and_their_end_is_told(scene: Scene) -> None:
+    await scene.agent()
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
+    ours = ("REGROW_MESH", "REGROW_GENERATION", "REGROW_NODE", "OMP_NUM_THREADS")
+    script = scene.script(f"import json, os\nprint(json.dumps([os.environ.get(n) for n in {names + ours!r}]))\n")
+    scene.leader.start_generation(1, script, master="127.0.0.1:29511", env={"OMP_NUM_THREADS": "1"})
+    for phase in ("fenced", "stopped", "started", "finished"):
+        await scene.leader.phase(1, phase)
+    values = json.loads(scene.output(1, 1))
+    assert values == ["1", "1", "2", "2", "0", "127.0.0.1", "29511", "0", "dp=2,tp=1,pp=1", "1", "n0", "1"]
+    exits = [found for told in scene.leader.all(wire.WorkersExited) for found in told.exits]
+    assert sorted((found.rank, found.exit_code, found.signal, found.declared_end) for found in exits) == [(0, 0, 0, True), (1, 0, 0, True)]
+
+
+async def test_an_error_comes_with_its_traceback(scene: Scene) -> None:
+    await scene.agent()
+    scene.leader.start_generation(1, scene.script("def f():\n    raise ValueError('boom')\nf()\n"), ranks=1)
+    told = await scene.leader.next(wire.WorkersExited)
+    assert (told.exits[0].exit_code, told.exits[0].declared_end, told.exits[0].torn_down) == (1, False, False)
+    assert told.exits[0].error.rstrip().endswith("ValueError: boom")
+    assert "in f" in told.exits[0].error
+
+
+async def test_a_newer_generation_replaces_the_older_and_lower_ones_are_refused(scene: Scene) -> None:
+    await scene.agent()
+    script = scene.script(SLEEP)
+    scene.leader.start_generation(1, script)
+    await scene.up(1)
+    started = await scene.leader.phase(1, "started")
+    assert started.detail["method"] == "warm"
+    scene.leader.start_generation(2, script)
+    await scene.up(2)
+    await scene.leader.phase(2, "started")
+    state = scene.folder / "n0"
+    old = [pid for pid in _pids(scene.agents[0], 1) if process_state(pid) not in ("", "Z")]
+    assert old == []
+    scene.leader.start_generation(1, script)
+    refused = await scene.leader.next(wire.StartRefused)
+    assert (refused.generation, refused.fenced) == (1, True)
+    scene.leader.start_generation(3, script, epoch=0)
+    await scene.up(3)
+    assert json.loads((state / "agent.json").read_text(encoding="utf-8"))["generations"] == {"toy": 3}
+    scene.leader.stop_generation(3)
+    await scene.leader.phase(3, "stopped", after=_last(scene, "started", 3))
+    scene.leader.start_generation(3, script)
+    assert (await scene.leader.next(wire.StartRefused, lambda said: said.generation == 3)).fenced
+    assert scene.leader.all(wire.WorkersExited)[-1].exits[0].torn_down
+
+
+def _last(scene: Scene, phase: str, generation: int) -> int:
+    return max(
+        index
+        for index, (_, said) in enumerate(scene.leader.said)
+        if isinstance(said, wire.GenerationPhase) and (said.phase, said.generation) == (phase, generation)
+    )
+
+
+def _pids(agent: AgentProcess, generation: int) -> list[int]:
+    """Pids that the agent's log names for a generation."""
+    for line in agent.log().splitlines():
+        if f"generation={generation} " in line and "pids=[" in line and "started" in line:
+            return [int(pid) for pid in line.split("pids=[")[1].rstrip("]").split(",")]
+    return []
+
+
+async def test_a_killed_agent_costs_no_worker(scene: Scene) -> None:
+    agent = await scene.agent()
+    scene.leader.start_generation(1, scene.script(SLEEP))
+    await scene.up(1)
+    await scene.leader.phase(1, "started")
+    await until(lambda: _pids(agent, 1))
+    pids = _pids(agent, 1)
+    born = [start_time(pid) for pid in pids]
+    await agent.kill()
+    os.kill(pids[1], signal.SIGKILL)  # ends while nobody looks
+    await until(lambda: process_state(pids[1]) in ("", "Z"))
+    after = len(scene.leader.said)
+    again = await scene.agent()
+    hello = await scene.leader.next(wire.Hello, after=after)
+    assert hello.running is not None
+    assert (hello.running.generation, hello.running.spec is not None) == (1, True)
+    assert hello.highest_generation == 1
+    assert start_time(pids[0]) == born[0]
+    exits = list(hello.running.exits) or list((await scene.leader.next(wire.WorkersExited, after=after)).exits)
+    assert [(found.rank, found.signal) for found in exits] == [(1, 9)]
+    scene.leader.order(wire.Acknowledge(job="toy", generation=1, ranks=(1,)))
+    after = len(scene.leader.said)
+    scene.leader.drop()
+    hello = await scene.leader.next(wire.Hello, after=after)
+    assert hello.running is not None
+    assert hello.running.exits == ()
+    scene.leader.start_generation(2, scene.script(SLEEP))
+    await scene.up(2)
+    assert process_state(pids[0]) in ("", "Z")
+    assert again.process is not None
+
+
+async def test_workers_outlive_leader_and_store(scene: Scene, store: Store) -> None:
+    agent = await scene.agent()
+    scene.leader.start_generation(1, scene.script(SLEEP))
+    await scene.up(1)
+    await scene.leader.phase(1, "started")
+    await scene.leader.stop()
+    await store.delete(f"/regrow/{scene.cluster}/leader")
+    pids = _pids(agent, 1)
+    os.kill(pids[0], signal.SIGKILL)
+    await until(lambda: "exit job=toy" in agent.log())
+    scene.leader = StubLeader(store, scene.cluster, epoch=2)
+    await scene.leader.start()
+    hello = await scene.leader.next(wire.Hello)
+    assert hello.running is not None
+    assert [found.rank for found in hello.running.exits] == [0]
+    assert process_state(pids[1]) not in ("", "Z")
+    await until(lambda: json.loads((agent.state / "agent.json").read_text())["epoch"] == 2)
+
+
+async def test_a_leader_of_an_older_term_is_not_obeyed(scene: Scene, store: Store) -> None:
+    agent = await scene.agent()
+    await scene.leader.stop()
+    scene.leader = StubLeader(store, scene.cluster, epoch=5)
+    await scene.leader.start()
+    await scene.leader.next(wire.Beat)
+    await scene.leader.stop()
+    scene.leader = StubLeader(store, scene.cluster, epoch=4)
+    await scene.leader.start()
+    await scene.leader.next(wire.Hello)
+    await until(lambda: "has epoch 4, this node has seen 5" in agent.log())
+
+
+async def test_a_dead_shim_is_replaced_and_its_workers_are_told_as_lost(scene: Scene) -> None:
+    agent = await scene.agent()
+    script = scene.script(SLEEP)
+    scene.leader.start_generation(1, script)
+    await scene.up(1)
+    answer = await agent.admin(kind="kill_shim")
+    assert answer["done"]
+    for rank in (0, 1):
+        await scene.leader.next(wire.WorkersExited, lambda said, rank=rank: any(found.rank == rank for found in said.exits))
+    exits = {found.rank: found for told in scene.leader.all(wire.WorkersExited) for found in told.exits}
+    assert {found.signal for found in exits.values()} == {9}
+    assert "shim" in exits[0].error
+    scene.leader.start_generation(2, script)
+    await scene.up(2)
+
+
+async def test_a_killed_and_a_stopped_worker(scene: Scene) -> None:
+    agent = await scene.agent()
+    scene.leader.start_generation(1, scene.script(SLEEP))
+    await scene.up(1)
+    await scene.leader.phase(1, "started")
+    stopped = await agent.admin(kind="stop_worker", rank=0)
+    await until(lambda: process_state(stopped["pid"]) == "T")
+    scene.leader.order(wire.CollectStacks(job="toy", generation=1))
+    text = (await scene.leader.next(wire.Output, lambda said: said.rank == 0)).text
+    assert "State: T (stopped by a signal)" in text
+    running = (await scene.leader.next(wire.Output, lambda said: said.rank == 1)).text
+    assert "State: S (sleeping)" in running
+    killed = await agent.admin(kind="kill_worker", rank=1)
+    told = await scene.leader.next(wire.WorkersExited)
+    assert (told.exits[0].rank, told.exits[0].signal, told.exits[0].pid) == (1, 9, killed["pid"])
+    assert not (await agent.admin(kind="kill_worker", rank=1))["done"]
+    scene.leader.start_generation(2, scene.script(SLEEP))
+    await scene.up(2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_makes_this_node_leave(scene: Scene, number: signal.Signals) -> None:
+    agent = await scene.agent()
+    scene.leader.start_generation(1, scene.script(SLEEP))
+    await scene.up(1)
+    os.kill(agent.pid, number)
+    leaving = await scene.leader.next(wire.Leaving)
+    assert number.name in leaving.reason
+    assert leaving.notice_seconds > 0
+    pids = _pids(agent, 1)
+    assert process_state(pids[0]) == "S"
+    scene.leader.order(wire.ReleaseNode(epoch=1, seq=99))
+    assert await agent.wait() == 0
+    assert all(process_state(pid) in ("", "Z") for pid in pids)
+
+
+async def test_an_idle_node_and_one_without_a_leader_leave_by_themselves(scene: Scene) -> None:
+    agent = await scene.agent("--notice-seconds", "1")
+    os.kill(agent.pid, signal.SIGTERM)
+    assert await agent.wait() == 0
+    agent = await scene.agent("--notice-seconds", "1")
+    scene.leader.start_generation(1, scene.script(SLEEP))
+    await scene.up(1)
+    await scene.leader.stop()
+    os.kill(agent.pid, signal.SIGTERM)
+    assert await agent.wait() == 0
+    assert all(process_state(pid) in ("", "Z") for pid in _pids(agent, 1))
+
+
+async def test_the_node_is_registered_under_a_lease(scene: Scene, store: Store) -> None:
+    agent = await scene.agent()
+    key = f"/regrow/{scene.cluster}/nodes/n0"
+    async with asyncio.timeout(30):
+        while (item := await store.get(key)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    record = wire.decode(item.value, wire.NodeRecord)
+    assert (record.node, record.slots, item.lease != 0) == ("n0", 2, True)
+    assert record.peer_address.startswith("127.0.0.1:")
+    os.kill(agent.pid, signal.SIGTERM)
+    assert await agent.wait() == 0
+    assert await store.get(key) is None
+
+
+async def test_a_name_that_the_leader_refuses_ends_the_agent(scene: Scene) -> None:
+    scene.leader.accept = False
+    agent = await scene.agent()
+    assert await agent.wait() == 1
+    assert "refused by the leader: name is taken" in agent.log()
+
+
+async def test_metrics_are_served_on_loopback(scene: Scene) -> None:
+    agent = await scene.agent()
+    facts = json.loads((agent.state / "agent-run.json").read_text(encoding="utf-8"))
+    host, port = facts["metrics"].rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    assert 'regrow_agent_up{node="n0"} 1.0' in text
+    assert "regrow_agent_host_memory_available_bytes" in text
