@@ -113,9 +113,11 @@ class MemoryServer:
 
     def transaction(self, compare: Sequence[Comparison], success: Sequence[Operation], failure: Sequence[Operation]) -> TransactionResult:
         """Compare and apply; see `Store.transaction`."""
+        _check_writes(success)
+        _check_writes(failure)
         holds = all(_holds(self._now.get(one.key), one) for one in compare)
         operations = success if holds else failure
-        self._check(operations)
+        self._check_leases(operations)
         at = self.revision + 1
         events: dict[str, Event] = {}
         results = [self._apply(operation, at, events) for operation in operations]
@@ -123,18 +125,10 @@ class MemoryServer:
             self._publish(at, events)
         return TransactionResult(holds, self.revision, tuple(results))
 
-    def _check(self, operations: Sequence[Operation]) -> None:
-        puts: set[str] = set()
+    def _check_leases(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
-            if isinstance(operation, Put):
-                if operation.key in puts:
-                    raise StoreError(f"key {operation.key} is written twice in one transaction", where="memory store")
-                if operation.lease and operation.lease not in self.leases:
-                    raise LeaseLost(f"lease {operation.lease:x} is gone", where=operation.key, hint="grant a new one")
-                puts.add(operation.key)
-        for operation in operations:
-            if isinstance(operation, Delete) and any(_covers(operation, key) for key in puts):
-                raise StoreError(f"key {operation.key} is both written and deleted in one transaction", where="memory store")
+            if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
+                raise LeaseLost(f"lease {operation.lease:x} is gone", where=operation.key, hint="grant a new one")
 
     def _apply(self, operation: Operation, at: int, events: dict[str, Event]) -> OperationResult:
         if isinstance(operation, Put):
@@ -250,6 +244,19 @@ def _replay(state: dict[str, KeyValue], events: Sequence[Event]) -> None:
             state[event.key] = event.item
         else:
             state.pop(event.key, None)
+
+
+def _check_writes(operations: Sequence[Operation]) -> None:
+    """A key may be written once in a branch, and not deleted as well; etcd judges both branches, whichever will run."""
+    puts: set[str] = set()
+    for operation in operations:
+        if isinstance(operation, Put):
+            if operation.key in puts:
+                raise StoreError(f"key {operation.key} is written twice in one transaction", where="memory store")
+            puts.add(operation.key)
+    for operation in operations:
+        if isinstance(operation, Delete) and any(_covers(operation, key) for key in puts):
+            raise StoreError(f"key {operation.key} is both written and deleted in one transaction", where="memory store")
 
 
 def _covers(operation: Delete, key: str) -> bool:
