@@ -43,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=512, help="size of the training set, in samples of --seq bytes")
     parser.add_argument("--zero", type=int, default=None, choices=(0, 2, 3), help="shard over the data axis (default: the job's)")
     parser.add_argument("--schedule", default="1f1b", help="of the pipeline: gpipe, 1f1b, interleaved, interleaved-zb, zbv, dualpipev")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--warmup", type=int, default=8, help="steps of linear warm-up before the cosine")
     return parser.parse_args(argv)
 
