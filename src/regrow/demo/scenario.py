@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import signal
 import time
 from typing import Any
 
@@ -95,7 +93,7 @@ class Scenario:
         rank = self._random.choice(self._ranks(node))
         mesh, known, step = self._mesh(), self._incident_ids(), self._step()
         self._view.note(f"fault: flipping one bit in the optimizer state of rank {rank} on {node}", "bold red")
-        await self._inject(node, rank, {"kind": "flip_bit", "target": "optimizer", "seed": self._random.randrange(1 << 30)})
+        await self._inject(node, "worker", rank, {"kind": "flip_bit", "target": "optimizer", "seed": self._random.randrange(1 << 30)})
         done = await self._recovered(known, "the recovery from the flipped bit")
         return self._truth("sdc", node, done, step, mesh, self._mesh(), rank=rank)
 
@@ -109,12 +107,10 @@ class Scenario:
 
     async def _stop_worker(self) -> Injected:
         node = self._random.choice(self._members())
-        slot = self._random.randrange(len(self._ranks(node)))
+        rank = self._random.choice(self._ranks(node))
         mesh, known, step = self._mesh(), self._incident_ids(), self._step()
-        word = self._progress(node)[slot]
-        rank = self._ranks(node)[slot]
         self._view.note(f"fault: stopping the worker of rank {rank} on {node} (SIGSTOP)", "bold red")
-        os.kill(word.pid, signal.SIGSTOP)
+        await self._inject(node, "stop_worker", rank)
         done = await self._recovered(known, "the recovery from the hang")
         return self._truth("hang", node, done, step, mesh, self._mesh(), rank=rank)
 
@@ -183,15 +179,15 @@ class Scenario:
             **more,
         )
 
-    async def _inject(self, node: str, rank: int, order: dict[str, Any]) -> None:
+    async def _inject(self, node: str, kind: str, rank: int, order: dict[str, Any] | None = None) -> None:
         """Through the agent's local admin socket."""
         reader, writer = await asyncio.open_unix_connection(str(self._cluster.node_state(node) / "agent.sock"))
         try:
-            writer.write(json.dumps({"type": "inject", "rank": rank, "inject": order}).encode() + b"\n")
+            writer.write(json.dumps({"type": "inject", "kind": kind, "rank": rank, "order": order or {}}).encode() + b"\n")
             await writer.drain()
             answer = await asyncio.wait_for(reader.readline(), 10.0)
-            if b'"error"' in answer:
-                raise OperationalError(f"the agent refused the fault: {answer.decode()}", where=f"node {node}")
+            if not json.loads(answer).get("done"):
+                raise OperationalError(f"the agent did not inject the fault: {answer.decode()}", where=f"node {node}")
         finally:
             writer.close()
             await writer.wait_closed()
