@@ -1,0 +1,250 @@
+"""After a loss: shrink, re-plan, re-route or wait; and whether spare nodes pay. Pure estimates with their numbers shown.
+
+Everything is counted in lost seconds of full-speed training over the expected repair time, so the options compare.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from regrow.errors import ConfigurationError
+from regrow.ids import MeshShape
+from regrow.parallel import memory
+from regrow.parallel.planner import Row, plan
+from regrow.parallel.search import Plan, Request
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """What a change of mesh costs besides bytes. Seconds and bytes a second; defaults are ours, to be replaced by measured ones."""
+
+    reform_seconds: float = 10.0
+    """Fence, stop, start, rendezvous, first step."""
+    restore_bytes_per_second: float = 5e9
+    """Bytes one GPU reads, from storage or a peer."""
+    repair_seconds: float = 3600.0
+    """Until a lost node is replaced."""
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to go on."""
+
+    name: str
+    mesh: MeshShape | None
+    plan: Plan | None
+    step_seconds: float
+    """Infinity: training stands still."""
+    moved_bytes: float
+    """Read by the rank that reads most."""
+    transition_seconds: float
+    lost_seconds: float
+    """Of full-speed training until the repair, a second change back included."""
+    reason: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """All options in ascending order of lost seconds, and one sentence."""
+
+    lost_nodes: int
+    options: tuple[Option, ...]
+    verdict: str
+
+
+def moved_bytes(old: Plan | None, new: Plan) -> float:
+    """Bytes that the rank reading most must read to go from `old` to `new`.
+
+    Weights stay where TP, PP and CP are the same; of ZeRO shares a rank keeps the overlap of its old and new range. Any
+    other change, or no old plan, reads a rank's whole state: its weights (2 bytes a parameter before ZeRO-3) and its
+    share of master weights and moments. Gradients are never moved.
+    """
+    used = new.usage
+    whole = used.weights + used.optimizer
+    same = ("tp", "pp", "cp", "ep")
+    if old is None or any(getattr(old.mesh, axis) != getattr(new.mesh, axis) for axis in same):
+        return whole
+    kept_weights = used.weights * (_overlap(old.mesh.dp, new.mesh.dp) if new.zero_stage >= 3 else 1.0)
+    share = _overlap(old.mesh.dp, new.mesh.dp) if new.zero_stage >= 1 else 1.0
+    return (used.weights - kept_weights) + used.optimizer * (1.0 - share)
+
+
+def _overlap(old: int, new: int) -> float:
+    """Least share of its new range that a rank held before, when `old` equal ranges become `new` and ranks keep order."""
+    if old == new:
+        return 1.0
+    worst = 1.0
+    for rank in range(min(old, new)):
+        low = max(rank / old, rank / new)
+        high = min((rank + 1) / old, (rank + 1) / new)
+        worst = min(worst, max(0.0, high - low) * new)
+    return 0.0 if new > old else worst
+
+
+def after_loss(request: Request, before: Plan, lost: int, recovery: Recovery) -> Answer:
+    """Options after losing `lost` nodes of a job that runs `before` on all of the request's inventory.
+
+    Raises:
+        ConfigurationError: a recovery cost that is negative or not finite.
+    """
+    _check(recovery)
+    here = msgspec.structs.replace(request, inventory=request.inventory.without(lost))
+    keep = msgspec.structs.replace(
+        here, tp=before.mesh.tp, pp=before.mesh.pp, cp=before.mesh.cp, ep=before.mesh.ep, micro_batch=(before.micro_batch,), dp=None
+    )
+    free = msgspec.structs.replace(here, dp=None)
+    found: list[Option] = []
+    shrunk = plan(keep, most=1).best
+    if shrunk is not None:
+        found.append(_option("shrink", before, shrunk, recovery, f"keep TP {before.mesh.tp} x PP {before.mesh.pp}, drop replicas"))
+        if request.equal_replicas is False:
+            equal = plan(msgspec.structs.replace(keep, equal_replicas=True), most=1).best
+            if equal is not None and equal.mesh != shrunk.mesh:
+                found.append(_option("shrink, equal replicas", before, equal, recovery, "the same count on every replica"))
+    best = plan(free, most=1).best
+    if best is not None and (shrunk is None or best.mesh != shrunk.mesh):
+        found.append(_option("re-plan", before, best, recovery, "another TP or PP for what is left"))
+    if before.mesh.dp > 1 and before.mesh.pp > 1 and before.zero_stage < 3:
+        found.append(_reroute(before, lost, request.inventory.gpus_per_node))
+        found[-1] = _with_loss(found[-1], before, recovery)
+    found.append(_with_loss(_wait(recovery), before, recovery))
+    found.sort(key=lambda option: option.lost_seconds)
+    return Answer(lost_nodes=lost, options=tuple(found), verdict=_verdict(found, before, request))
+
+
+def _option(name: str, before: Plan, made: Plan, recovery: Recovery, reason: str) -> Option:
+    size = moved_bytes(before, made)
+    seconds = recovery.reform_seconds + size / recovery.restore_bytes_per_second
+    option = Option(
+        name=name,
+        mesh=made.mesh,
+        plan=made,
+        step_seconds=made.step_seconds,
+        moved_bytes=size,
+        transition_seconds=seconds,
+        lost_seconds=0.0,
+        reason=f"{reason}: step {made.step_seconds / before.step_seconds - 1.0:+.1%}, {made.gpus_idle} GPUs idle, {size / 1e9:.3g} GB a rank",
+    )
+    return _with_loss(option, before, recovery)
+
+
+def _with_loss(option: Option, before: Plan, recovery: Recovery) -> Option:
+    slower = 1.0 - before.step_seconds / option.step_seconds if math.isfinite(option.step_seconds) else 1.0
+    running = max(0.0, recovery.repair_seconds - option.transition_seconds)
+    # Growing back is a planned change at a checkpoint: it costs the transition once more.
+    lost = 2.0 * min(option.transition_seconds, recovery.repair_seconds) + running * max(0.0, slower)
+    return msgspec.structs.replace(option, lost_seconds=lost)
+
+
+def _wait(recovery: Recovery) -> Option:
+    return Option(
+        name="wait",
+        mesh=None,
+        plan=None,
+        step_seconds=math.inf,
+        moved_bytes=0.0,
+        transition_seconds=recovery.reform_seconds,
+        lost_seconds=0.0,
+        reason="stand still until the repair",
+    )
+
+
+def _reroute(before: Plan, lost: int, gpus_per_node: int) -> Option:
+    """Peers of the same stage in other replicas take the lost stage's micro-batches (ReCycle,
+    https://arxiv.org/abs/2405.14009). The bubble absorbs a part: an estimate, the runtime does not do it yet."""
+    mesh = before.mesh
+    stages = max(1, lost * gpus_per_node // (mesh.tp * mesh.cp))
+    worst = min(mesh.dp - 1, max(1, stages // mesh.pp))
+    more = worst / (mesh.dp - worst)
+    slack = before.bubble_fraction / (1.0 - before.bubble_fraction)
+    factor = max(1.0, (1.0 + more) / (1.0 + slack))
+    return Option(
+        name="re-route",
+        mesh=mesh,
+        plan=None,
+        step_seconds=before.step_seconds * factor,
+        moved_bytes=0.0,
+        transition_seconds=5.0,
+        lost_seconds=0.0,
+        reason=f"research estimate, not in the runtime: {stages} lost stages' micro-batches go to their peers, step {factor - 1.0:+.1%}",
+    )
+
+
+def _verdict(options: list[Option], before: Plan, request: Request) -> str:
+    real = [option for option in options if option.name in ("shrink", "re-plan", "wait")]
+    by_name = {option.name: option for option in real}
+    chosen = real[0]
+    text = f"{chosen.name}: loses {chosen.lost_seconds:.0f} s of full-speed training until the repair"
+    shrink, replan = by_name.get("shrink"), by_name.get("re-plan")
+    if shrink is None:
+        return text + "; TP and PP as they are do not fit what is left"
+    share = 1.0 - before.step_seconds / shrink.step_seconds
+    scale = f"dropping replicas costs {share:.1%} of {request.inventory.gpus} GPUs' speed"
+    if replan is None:
+        return f"{text}; {scale}, and no other TP or PP would be faster"
+    if chosen.name == "shrink":
+        return f"{text}; {scale}: new TP or PP would not pay back {replan.transition_seconds:.0f} s of re-sharding"
+    return f"{text}; {scale}: new TP or PP saves {shrink.lost_seconds - replan.lost_seconds:.0f} s more than it costs"
+
+
+class Spares(msgspec.Struct, frozen=True, kw_only=True):
+    """Expected speed by number of spare nodes, as a share of all nodes at work and never failing."""
+
+    spares: int
+    speed: tuple[float, ...]
+    """Index: spare nodes."""
+    nodes_down: float
+    """Expected number of nodes under repair."""
+    reason: str
+
+
+def spare_nodes(rows: tuple[Row, ...], failures_per_node_hour: float, repair_hours: float, most: int = 16) -> Spares:
+    """How many nodes to hold back. Nodes under repair are Poisson with mean N x rate x repair time; a spare that waits
+    earns nothing, a loss beyond the spares runs on the plan that the table has for what is left.
+
+    Raises:
+        ConfigurationError: numbers that are negative or not finite, or a table without a plan.
+    """
+    for name, value in (("rate", failures_per_node_hour), ("repair time", repair_hours)):
+        if not math.isfinite(value) or value < 0:
+            raise ConfigurationError(f"{name} is {value}", where="--rate-per-gpu-hour", hint="give finite numbers of at least 0")
+    speeds = {row.nodes: 1.0 / row.plan.step_seconds if row.plan else 0.0 for row in rows}
+    nodes = max(speeds, default=0)
+    if not speeds.get(nodes):
+        raise ConfigurationError("no plan fits even all nodes", where="spares", hint="see the reasons in `rejected`")
+    down = nodes * failures_per_node_hour * repair_hours
+    chances = _poisson(down, min(nodes, int(down + 12 * math.sqrt(down) + 12)))
+    made: list[float] = []
+    for held in range(min(most, nodes - 1) + 1):
+        at_work = nodes - held
+        expected = sum(chance * speeds.get(at_work - max(0, lost - held), 0.0) for lost, chance in enumerate(chances))
+        made.append(expected / speeds[nodes])
+    best = max(range(len(made)), key=lambda held: (made[held], -held))
+    gain = made[best] - made[0]
+    reason = f"{down:.2g} of {nodes} nodes are under repair on average; " + (
+        f"{best} spares keep {made[best]:.2%} of the speed, {gain:.2%} more than shrinking"
+        if best
+        else f"shrinking keeps {made[0]:.2%}, no spare pays"
+    )
+    return Spares(spares=best, speed=tuple(made), nodes_down=down, reason=reason)
+
+
+def _poisson(mean: float, most: int) -> list[float]:
+    chances = [math.exp(-mean)]
+    for count in range(1, most + 1):
+        chances.append(chances[-1] * mean / count)
+    return chances
+
+
+def _check(recovery: Recovery) -> None:
+    for name in recovery.__struct_fields__:
+        value = getattr(recovery, name)
+        if not math.isfinite(value) or value < 0 or (name == "restore_bytes_per_second" and value == 0):
+            flag = {"reform_seconds": "--reform-seconds", "repair_seconds": "--repair-hours"}.get(name, "--restore-gb-per-second")
+            raise ConfigurationError(f"{name} is {value}", where=flag, hint="give a finite number above 0")
+
+
+def state_bytes(request: Request) -> float:
+    """Bytes of a whole checkpoint: weights, master weights and moments once."""
+    recipe, model = request.recipe, request.model
+    params = model.params or memory.shape.counts(model).total
+    return params * (recipe.weight + recipe.master + recipe.moments)
