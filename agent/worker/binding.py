@@ -2,56 +2,73 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from regrow import wire
 from regrow.agent.worker.digest import Digester
+from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.failure import EXIT_RESTORE_FAILED
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.steps import StepLoop
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
-from regrow.errors import RegrowError
+from regrow.ckpt import catalog
+from regrow.ckpt.exchange import Exchange
+from regrow.ckpt.place import Place
+from regrow.ckpt.state import TrainState
+from regrow.errors import OperationalError, RegrowError
 
 if TYPE_CHECKING:
     from regrow.agent.worker.session import Run
 
+_POLL_SECONDS = 0.005
 
-class TrainStateLike(Protocol):
-    """What the run needs of `regrow.ckpt.state.TrainState`."""
+
+class StateKeeper:
+    """What the step boundary asks, answered by a TrainState and the writer behind it."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
 
     def ready(self) -> bool:
-        """Is there room for a snapshot now? Once true it stays true until the next save."""
-        ...
+        """Is an arena free?"""
+        return self._state.ready()
 
     def save(self, step: int, samples: int) -> wire.SaveReport:
-        """Take a snapshot of this rank's part."""
-        ...
-
-    def restore(self, point: wire.RestorePoint | None) -> int:
-        """Load a checkpoint. Returns its step; 0 for None."""
-        ...
+        """Copy the state into an arena and hand it to the writer."""
+        return self._state.save(step, samples)
 
     def wait_durable(self, step: int, seconds: float) -> bool:
-        """Wait until this rank's part of `step` is on storage."""
-        ...
+        """Wait until every snapshot that was handed over has an outcome; True when none of them failed meanwhile."""
+        del step
+        counts = self._state.counts
+        failed = counts.not_durable
+        end = time.monotonic() + seconds
+        while True:
+            self._state.ready()
+            if counts.durable + counts.not_durable >= counts.snapshots:
+                return counts.not_durable == failed
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_SECONDS)
 
     def write_seconds(self) -> float:
-        """Snapshot to durable of the newest one; 0 while there is none."""
-        ...
+        """Of the newest durable snapshot; 0 while there is none."""
+        return self._state.counts.write_seconds
 
 
 class BoundState:
     """The training state of this rank. Saving is the step loop's work; a script only calls `restore`."""
 
-    def __init__(self, run: Run, loop: StepLoop, link: AgentLink, inner: TrainStateLike) -> None:
+    def __init__(self, run: Run, loop: StepLoop, link: AgentLink, inner: TrainState | None) -> None:
         self._run = run
         self._loop = loop
         self._link = link
         self.inner = inner
-        """The `regrow.ckpt.state.TrainState`."""
+        """The `regrow.ckpt.state.TrainState`; None for a run that has no checkpoint folder."""
 
     @property
     def step(self) -> int:
@@ -66,19 +83,35 @@ class BoundState:
     def restore(self) -> int:
         """Load the checkpoint that the leader chose for this generation. Returns the completed step, 0 for a fresh start.
 
+        Without a supervisor it is the newest one in the checkpoint folder.
+
         Raises:
             SystemExit: with code 75 when it cannot be loaded; the agent is told, the leader takes an older one.
         """
-        run, point = self._run, self._run.spec.restore
         self._loop.phase("restore")
         begin = time.perf_counter()
+        point: wire.RestorePoint | None = None
         try:
-            step = self.inner.restore(point)
-        except (RegrowError, OSError, ValueError, RuntimeError, KeyError) as error:
+            point = restore_point(self._run.environment) if self.inner is not None else None
+            step = self._load(point)
+        except (RegrowError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            if not self._run.supervised:
+                raise
             self._refuse(point, error)
         seconds = time.perf_counter() - begin
-        run.restored(step, point.samples if point is not None and point.samples else None, seconds)
+        if point is not None and self.inner is not None:
+            self._run.restored(step, self.inner.samples, seconds)
         self._loop.passed("restored", seconds, directory=point.directory if point is not None else "")
+        return step
+
+    def _load(self, point: wire.RestorePoint | None) -> int:
+        if point is None or self.inner is None:
+            return 0
+        step = self.inner.restore(point)
+        if step != point.step:
+            raise OperationalError(
+                f"holds step {step}, not step {point.step}", where=point.directory, hint="`regrow ckpt verify` says what is wrong with it"
+            )
         return step
 
     def _refuse(self, point: wire.RestorePoint | None, error: Exception) -> NoReturn:
@@ -91,22 +124,52 @@ class BoundState:
         raise SystemExit(EXIT_RESTORE_FAILED) from error
 
 
-def bind(run: Run, loop: StepLoop, link: AgentLink, model: Any, optimizer: Any, *, digest_every: int, **options: Any) -> BoundState:
+def restore_point(environment: WorkerEnvironment) -> wire.RestorePoint | None:
+    """The leader's choice; for a run without a supervisor the newest checkpoint in its folder.
+
+    Raises:
+        OperationalError: there are checkpoints, but none that can be restored.
+    """
+    if environment.supervised or environment.spec.restore is not None:
+        return environment.spec.restore
+    entry = catalog.decide_restore(environment.checkpoint, fresh_start=environment.job_spec.checkpoint.fresh_start)
+    return entry.restore_point() if entry is not None else None
+
+
+def bind(run: Run, loop: StepLoop, link: AgentLink, exchange: Exchange, *, digest_every: int, **objects: Any) -> BoundState:
     """Make the TrainState of this run, let the step loop save it, and watch it."""
-    modules: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
-    optimizers: list[Any] = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    watch_state(run, loop, modules, optimizers, digest_every)
-    inner: TrainStateLike = importlib.import_module("regrow.ckpt.state").TrainState(
-        model=model, optimizer=optimizer, run=run.environment, **options
+    environment = run.environment
+    watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), digest_every)
+    if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
+        return BoundState(run, loop, link, None)
+    first = environment.rank - environment.local_rank
+    place = Place(
+        spec=environment.spec,
+        rank=environment.rank,
+        node=environment.node,
+        local_ranks=tuple(range(first, first + environment.local_world_size)),
+        folder=environment.checkpoint,
     )
-    loop.keeper = inner
-    return BoundState(run, loop, link, inner)
+    facts = {
+        "seed": run.seed,
+        "batches": [msgspec.to_builtins(plan.recipe) for plan in run.plans],
+        **(objects.pop("facts", None) or {}),
+    }
+    state = TrainState.attach(place, writer=environment.writer or None, exchange=exchange, facts=facts, **objects)
+    loop.keeper = StateKeeper(state)
+    return BoundState(run, loop, link, state)
 
 
 def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[Any], digest_every: int) -> None:
-    """Digest and check at rest by hooks of the first optimizer; tell chaos where the tensors are."""
+    """Digest and check at rest by a hook of the first optimizer; tell chaos where the tensors are."""
     loop.faults.bind(lambda: named_parameters(modules), lambda: named_optimizer_state(modules, optimizers))
     digester = Digester(digest_key(run.environment.job, run.seed))
     loop.watch = StateWatch(modules, optimizers, digester, loop.faults, digest_every)
     if optimizers and hasattr(optimizers[0], "register_step_pre_hook"):
         optimizers[0].register_step_pre_hook(lambda *_: loop.before_update())
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -25,6 +25,8 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int = 0
     seed: int | None = None
     mesh: MeshShape | None = None
+    checkpoint: str = ""
+    """Folder of checkpoints for a run whose job does not name one."""
 
 
 class WorkerEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +89,16 @@ def read(environ: Mapping[str, str] | None = None, defaults: Defaults | None = N
         socket=source.get("REGROW_SOCKET", ""),
         writer=source.get("REGROW_WRITER", ""),
         progress=source.get("REGROW_PROGRESS", ""),
-        checkpoint=source.get("REGROW_CHECKPOINT", job_spec.checkpoint.path),
+        checkpoint=_absolute(source.get("REGROW_CHECKPOINT") or job_spec.checkpoint.path or asked.checkpoint),
         error_file=source.get("TORCHELASTIC_ERROR_FILE", ""),
         master_address=master,
         agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         chaos=source.get("REGROW_CHAOS", "") == "1",
     )
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).absolute()) if folder else ""
 
 
 def _number(source: Mapping[str, str], name: str, default: int) -> int:

@@ -72,7 +72,8 @@ class Run:
         self._groups = groups
         self._link = link
         self._loop = loop
-        self._plans: list[BatchPlan] = []
+        self.plans: list[BatchPlan] = []
+        """The plans that `batches` made; a restore moves them to their position."""
         self._model_began = time.perf_counter()
         self.device = device
         """This rank's torch device."""
@@ -172,7 +173,7 @@ class Run:
             drop_last=drop_last,
         )
         plan = BatchPlan(recipe, spec.micro_batches, self.coordinates["dp"], base_step=self._loop.step, base_samples=self._loop.samples)
-        self._plans.append(plan)
+        self.plans.append(plan)
         return plan
 
     # --- the state --------------------------------------------------------------------------------------------
@@ -197,29 +198,24 @@ class Run:
             data: an object with state_dict and load_state_dict, for loaders that have a state; `run.batches` needs none.
             extra: more such objects, by name.
             digest_every: digest of parameters and optimizer state every so many steps, with the check at rest; 0: never.
-            options: passed on to `regrow.ckpt.state.TrainState`.
+            options: passed on to `regrow.ckpt.state.TrainState`: aliases, generators, facts, back_pressure, wait_seconds.
+
+        Without a checkpoint folder nothing is saved; digest, check at rest and chaos work all the same.
         """
         from regrow.agent.worker.binding import bind
+        from regrow.ckpt import exchange
 
         self._loop.passed("model", time.perf_counter() - self._model_began)
-        return bind(
-            self,
-            self._loop,
-            self._link,
-            model,
-            optimizer,
-            scheduler=scheduler,
-            data=data,
-            extra=extra,
-            digest_every=digest_every,
-            **options,
-        )
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "extra": extra, **options}
+        # The control group carries it, so that nothing of ours queues among the user's collectives.
+        over = exchange.over(self._groups.control) if self.world_size > 1 else exchange.alone
+        return bind(self, self._loop, self._link, over, digest_every=digest_every, **objects)
 
     def restored(self, step: int, samples: int | None = None, seconds: float = 0.0) -> None:
         """Go on after completed step `step` with `samples` consumed. `BoundState.restore` calls it; so does a script that
         restores by itself."""
         self._loop.restored(step, step * self.global_batch if samples is None else samples, seconds)
-        for plan in self._plans:
+        for plan in self.plans:
             plan.rebase(self._loop.step, self._loop.samples)
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -313,12 +309,19 @@ class Run:
 
 
 def attach(
-    *, global_batch: int = 0, micro_batch: int = 0, seed: int | None = None, mesh: str | MeshShape | None = None, level: int = 1
+    *,
+    global_batch: int = 0,
+    micro_batch: int = 0,
+    seed: int | None = None,
+    mesh: str | MeshShape | None = None,
+    checkpoint: str = "",
+    level: int = 1,
 ) -> Run:
     """Join the generation that this process was started for. A second call returns the same run.
 
     Args:
         global_batch, micro_batch, seed, mesh: for runs that do not state them; a job that says otherwise wins or is refused.
+        checkpoint: folder of checkpoints for a run that no job gives one.
         level: of adoption, 1 to 3 (docs/concepts.md), told to the agent.
 
     Raises:
@@ -330,7 +333,11 @@ def attach(
         return _current
     began = time.perf_counter()
     asked = Defaults(
-        global_batch=global_batch, micro_batch=micro_batch, seed=seed, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=seed,
+        checkpoint=checkpoint,
+        mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh,
     )
     environment = environments.read(defaults=asked)
     progress = ProgressWriter(*parse_location(environment.progress), generation=environment.generation) if environment.progress else None
