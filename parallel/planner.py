@@ -34,18 +34,23 @@ def plan(request: Request, *, most: int = 10) -> Result:
     """
     check(request)
     found: list[Plan] = []
-    rejected: dict[tuple[MeshShape, str], Rejection] = {}
+    rejected: dict[MeshShape, Rejection] = {}
     for mesh, micro in candidates(request):
         made = judge(request, mesh, micro)
         if isinstance(made, Plan):
             found.append(made)
         else:
-            rejected.setdefault((mesh, made), Rejection(mesh=mesh, reason=made))
+            rejected.setdefault(_without_dp(mesh), Rejection(mesh=mesh, reason=made))
     found.sort(key=lambda each: (each.step_seconds, each.gpus_used, each.usage.total))
     kept = _distinct(found, most)
     if kept:
         kept[0] = msgspec.structs.replace(kept[0], reason=_why_best(kept, len(found)))
-    return Result(plans=tuple(kept), rejected=tuple(rejected.values()))
+    legal_shapes = {_without_dp(each.mesh) for each in found}
+    return Result(plans=tuple(kept), rejected=tuple(each for shape, each in rejected.items() if shape not in legal_shapes))
+
+
+def _without_dp(mesh: MeshShape) -> MeshShape:
+    return msgspec.structs.replace(mesh, dp=0)
 
 
 def _distinct(found: list[Plan], most: int) -> list[Plan]:

@@ -72,18 +72,41 @@ def plan(
     replicate_kv: Annotated[bool, typer.Option("--replicate-kv", help="Copy KV heads when TP is larger.", rich_help_panel=_FORCE)] = False,
     reserve_gb: Annotated[float, typer.Option(help="CUDA context and NCCL, GB a GPU.", rich_help_panel=_FORCE)] = 1.0,
     lose: Annotated[int | None, typer.Option(help="Plan for what is left after losing K nodes.", rich_help_panel=_ASK)] = None,
+    table: Annotated[bool, typer.Option("--table", help="Best mesh for every number of survivors.", rich_help_panel=_ASK)] = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Which wall binds, what to try first.", rich_help_panel=_ASK)] = False,
+    placement: Annotated[bool, typer.Option("--placement", help="Ranks on nodes, buddies.", rich_help_panel=_ASK)] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of the best plan.", rich_help_panel=_ASK)] = None,
+    picture: Annotated[str, typer.Option(help="mesh, schedule or regime (batch x chips).", rich_help_panel=_ASK)] = "mesh",
+    calibrate: Annotated[Path | None, typer.Option(help="JSON of measured meshes: [{mesh, step_seconds}].", rich_help_panel=_ASK)] = None,
+    critical_batch: Annotated[int | None, typer.Option(help="Batch beyond which samples buy little.", rich_help_panel=_ASK)] = None,
+    rate_per_gpu_hour: Annotated[float | None, typer.Option(help="Failures a GPU and hour: MTBF, spares.", rich_help_panel=_ASK)] = None,
+    repair_hours: Annotated[float, typer.Option(help="Until a lost node is replaced.", rich_help_panel=_ASK)] = 1.0,
+    reform_seconds: Annotated[float, typer.Option(help="Stop, start and first step of a new mesh.", rich_help_panel=_ASK)] = 10.0,
+    restore_gb_per_second: Annotated[float, typer.Option(help="What one GPU reads of a checkpoint.", rich_help_panel=_ASK)] = 5.0,
+    top: Annotated[int, typer.Option(help="Plans to show.", rich_help_panel=_ASK)] = 10,
     json: Json = False,
 ) -> None:
     """Legal and best meshes for an inventory, and after losing nodes. A forced mesh is judged."""
     flags: dict[str, Any] = dict(locals())
-    from regrow.cli import plan_document, plan_inputs, plan_text
+    from regrow.cli import plan_document, plan_extras, plan_inputs, plan_text
     from regrow.parallel import planner
 
-    request, notes = plan_inputs.request(flags)
-    if lose is not None:
-        request = plan_inputs.lose(request, lose)
-    result = planner.plan(request)
+    whole, notes = plan_inputs.request(flags)
+    fit: dict[str, Any] | None = None
+    if calibrate is not None:
+        whole, fit = plan_extras.calibrated(whole, calibrate)
+    request = whole if lose is None else plan_inputs.lose(whole, lose)
+    result = planner.plan(request, most=max(1, top))
     document = plan_document.document(request, result, notes)
+    if fit is not None:
+        document["calibration"] = fit
+    if lose is not None:
+        document |= plan_extras.before_and_after(whole, lose, flags)
+    if result.best is None:
+        plan_extras.explain_refusal(document, request)
+    plan_extras.add(document, request, result, flags)
+    if svg is not None:
+        plan_extras.write_picture(request, result.best, picture, svg)
     emit(document, as_json=json, human=lambda: plan_text.show(document))
     if result.best is None:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ Document = dict[str, Any]
 
 def show(document: Document) -> None:
     """Print best plan, alternatives and reasons."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     there, described = document["inventory"], document["model"]
     sizes = f" ({', '.join(map(str, there['uneven']))} GPUs)" if there["uneven"] else ""
     console.print(
@@ -29,6 +29,9 @@ def show(document: Document) -> None:
         if len(document["plans"]) > 1:
             console.print(_table(document["plans"]))
     _rejected(console, document, most=20 if best is None else 5)
+    for nearest in document.get("nearest", []):
+        console.print(f"  would work: {name(nearest['mesh'])}, ZeRO-{nearest['zero_stage']}, step {nearest['step_seconds']:.4g} s")
+    _extras(console, document)
 
 
 def name(mesh: Document) -> str:
@@ -64,6 +67,55 @@ def _best(console: Console, best: Document) -> None:
     if "wall" in best:
         wall = best["wall"]
         console.print(f"  wall      {wall['binds']}: {wall['why']}. To move it: {wall['lift']}")
+
+
+def _extras(console: Console, document: Document) -> None:
+    after = document.get("after_loss")
+    if after:
+        console.print(f"\nafter losing {after['lost_nodes']} nodes, repair in {after['repair_hours']:g} h:")
+        for option in after["options"]:
+            console.print(f"  {option['name']:<24} loses {option['lost_seconds']:6.0f} s  {option['reason']}")
+        console.print(f"  {after['verdict']}")
+    if "reliability" in document:
+        found = document["reliability"]
+        console.print(f"\nMTBF of the job {found['mtbf_hours']:.4g} h, {found['p_no_failure_24h']:.1%} of days without a failure")
+    if "table" in document:
+        console.print(_survivors(document["table"]["rows"]))
+        if "spares" in document["table"]:
+            console.print(f"spares: {document['table']['spares']['reason']}")
+    if "placement" in document:
+        found = document["placement"]
+        console.print(f"\nplacement, axes from the inside: {found['order']}")
+        for node, ranks in list(found["ranks"].items())[:32]:
+            console.print(f"  {node}: ranks {ranks[0]}..{ranks[-1]}, buddy {found['buddies'].get(node, 'none')}")
+        for warning in found["warnings"]:
+            console.print(f"  warning: {warning}")
+    for line in document.get("advice", []):
+        console.print(f"[bold]{line['topic']}[/bold]: {line['text']} ({line['source']})")
+    if "calibration" in document:
+        found = document["calibration"]
+        console.print(f"calibrated: rank correlation {found['rank_correlation']:.3f}, worst error {found['worst_error']:.0%}")
+
+
+def _survivors(rows: list[Document]) -> Table:
+    """Rows where the mesh other than DP changes, and the ends."""
+    table = Table(title="best mesh by surviving nodes (rows where more than DP changes)", title_justify="left", box=None, pad_edge=False)
+    for column in ("nodes", "GPUs", "mesh", "ZeRO", "step s", "idle"):
+        table.add_column(column, justify="left" if column == "mesh" else "right")
+    last: object = None
+    for index, row in enumerate(rows):
+        mesh = row["mesh"]
+        kind = mesh and (mesh["tp"], mesh["pp"], mesh["cp"], mesh["ep"], row["zero_stage"])
+        if kind == last and index != len(rows) - 1:
+            continue
+        last = kind
+        if mesh is None:
+            table.add_row(str(row["nodes"]), str(row["gpus"]), "nothing fits", "", "", "")
+            continue
+        table.add_row(
+            str(row["nodes"]), str(row["gpus"]), name(mesh), str(row["zero_stage"]), f"{row['step_seconds']:.4g}", str(row["gpus_idle"])
+        )
+    return table
 
 
 def runs(numbers: list[int]) -> str:

@@ -1,0 +1,154 @@
+"""Constants from measured step times, and how well the model ranks meshes.
+
+A CPU run calibrates the ranking on CPUs only: nothing about GPU times follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from regrow.errors import ConfigurationError
+from regrow.ids import MeshShape
+from regrow.parallel import cost, search
+from regrow.parallel.search import Plan, Request
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured mesh."""
+
+    mesh: MeshShape
+    step_seconds: float
+    micro_batch: int = 1
+    zero_stage: int | None = None
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """New constants and how they fit."""
+
+    constants: cost.Constants
+    rank_correlation: float
+    """Spearman's, predicted against measured, with the new constants; 1 for a single sample."""
+    worst_error: float
+    """Largest relative error."""
+    predicted: tuple[float, ...]
+
+
+def read(text: str, source: str) -> list[Sample]:
+    """Samples from JSON: a list of, or {"samples": [...]} with, {"mesh": "2x2x2", "step_seconds": 1.2, "micro_batch"?, "zero_stage"?}.
+
+    Raises:
+        ConfigurationError: not this format, or a time that is not positive.
+    """
+    try:
+        document = msgspec.json.decode(text)
+        rows = document["samples"] if isinstance(document, dict) else document
+        made = [
+            Sample(
+                mesh=MeshShape.parse(str(row["mesh"])),
+                step_seconds=float(row["step_seconds"]),
+                micro_batch=int(row.get("micro_batch", 1)),
+                zero_stage=row.get("zero_stage"),
+            )
+            for row in rows
+        ]
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        hint = 'write [{"mesh": "2x2x2", "step_seconds": 1.2}, ...]'
+        raise ConfigurationError(f"is not a list of measured meshes: {error!r}", where=source, hint=hint) from error
+    if not made or any(not math.isfinite(each.step_seconds) or each.step_seconds <= 0 for each in made):
+        raise ConfigurationError("step times must be positive and at least one is needed", where=source, hint="measure some steps first")
+    return made
+
+
+def calibrate(request: Request, samples: Sequence[Sample], *, rounds: int = 24) -> Calibration:
+    """Fit efficiency, the tensor-parallel latency (through its overlap) and the fixed overhead to measured step times.
+
+    Coordinate descent on the sum of squared logarithms of predicted over measured; deterministic.
+
+    Raises:
+        ConfigurationError: a measured mesh that the request cannot hold.
+    """
+    if not request.model.known:
+        raise ConfigurationError("calibration needs the model's shape", where="--calibrate", hint="give --layers --hidden ... or --model")
+    constants = request.constants
+    fastest = min(sample.step_seconds for sample in samples)
+    best = _misfit(predict(request, samples, constants), samples)
+    spans = {"efficiency": 2.0, "half_width": 2.0, "step_overhead": fastest / 4.0, "tp_overlap": 0.5}
+    for _ in range(rounds):
+        for name, span in spans.items():
+            for trial in _trials(constants, name, span):
+                misfit = _misfit(predict(request, samples, trial), samples)
+                if misfit < best:
+                    best, constants = misfit, trial
+        spans = {name: math.sqrt(span) if name in ("efficiency", "half_width") else span * 0.7 for name, span in spans.items()}
+    predicted = predict(request, samples, constants)
+    measured = [sample.step_seconds for sample in samples]
+    return Calibration(
+        constants=constants,
+        rank_correlation=rank_correlation(predicted, measured),
+        worst_error=max(abs(guess / truth - 1.0) for guess, truth in zip(predicted, measured, strict=True)),
+        predicted=tuple(predicted),
+    )
+
+
+def _trials(constants: cost.Constants, name: str, span: float) -> list[cost.Constants]:
+    value = getattr(constants, name)
+    if name in ("efficiency", "half_width"):
+        values = [value * span, value / span]
+    else:
+        # A negative overlap stands for traffic that costs more than its bytes, as DTensor's dispatch on CPUs does.
+        low = -math.inf if name == "tp_overlap" else 0.0
+        values = [
+            min(1.0, value + span) if name == "tp_overlap" else value + span,
+            max(low, value - span * (8.0 if name == "tp_overlap" else 1.0)),
+        ]
+    return [msgspec.structs.replace(constants, **{name: each}) for each in values]
+
+
+def predict(request: Request, samples: Sequence[Sample], constants: cost.Constants) -> list[float]:
+    """Step times of the measured meshes under some constants, in their order.
+
+    Raises:
+        ConfigurationError: a mesh that the request cannot hold, with the reason.
+    """
+    made: list[float] = []
+    for sample in samples:
+        one = msgspec.structs.replace(request, constants=constants, tp=sample.mesh.tp, zero=sample.zero_stage)
+        judged = search.judge(one, sample.mesh, sample.micro_batch)
+        if not isinstance(judged, Plan):
+            raise ConfigurationError(
+                f"measured mesh {sample.mesh}: {judged}", where="--calibrate", hint="describe the inventory of the run"
+            )
+        made.append(judged.step_seconds)
+    return made
+
+
+def _misfit(predicted: Sequence[float], samples: Sequence[Sample]) -> float:
+    return sum(math.log(guess / sample.step_seconds) ** 2 for guess, sample in zip(predicted, samples, strict=True))
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation, ties with their mean rank; 1 for fewer than two values or without any spread."""
+    if len(first) < 2:
+        return 1.0
+    a, b = _ranks(first), _ranks(second)
+    mean = (len(a) - 1) / 2.0
+    cover = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    spread = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    return cover / spread if spread else 1.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in range(start, end + 1):
+            ranks[order[place]] = (start + end) / 2.0
+        start = end + 1
+    return ranks
