@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -116,6 +117,26 @@ async def test_a_watch_that_was_cut_off_over_a_compaction_lists_and_diffs(etcd: 
     await direct.close()
 
 
+async def test_a_store_that_lost_its_data_is_told_as_deletions(etcd: EmbeddedEtcd) -> None:
+    """Revisions begin anew at 1: a watch that waited for the old ones would be silent for ever."""
+    store = client(etcd.endpoint)
+    for number in range(20):
+        await store.put("/w/old", str(number).encode())
+    watch = store.watch_prefix("/w/")
+    await asyncio.wait_for(anext(watch), LIMIT)
+    lease = await store.lease(2)
+    await etcd.kill()
+    shutil.rmtree(etcd.state / "data")
+    await etcd.restart()
+    await cas.create(store, "/w/new", b"", timeout=LIMIT)
+    seen = [(event.kind, event.key) for event in await collect(watch, "/w/new")]
+    assert seen == [("delete", "/w/old"), ("put", "/w/new")]
+    await asyncio.wait_for(lease.lost.wait(), LIMIT)
+    await store.put("/w/next", b"")
+    assert [event.key for event in await collect(watch, "/w/next")] == ["/w/next"]
+    await store.close()
+
+
 async def test_a_stopped_etcd_is_noticed_by_deadlines_and_forgiven(etcd: EmbeddedEtcd) -> None:
     store = client(etcd.endpoint, limits=QUICK)
     watch = store.watch_prefix("/w/")
@@ -151,11 +172,15 @@ async def test_a_proxy_that_accepts_and_never_answers(etcd: EmbeddedEtcd) -> Non
             await alone.lease(2)
         assert time.monotonic() - began < 10
         await alone.close()
-        store = client(relay.endpoint, etcd.endpoint, timeout=10.0, limits=QUICK)
-        assert await store.get("/a", timeout=LIMIT) is None
-        assert store.endpoint == etcd.endpoint
-        assert relay.num_connections >= 1
-        await store.close()
+        for first in ("read", "write"):
+            store = client(relay.endpoint, etcd.endpoint, timeout=3.0, limits=QUICK)
+            if first == "read":
+                assert await store.get("/a", timeout=LIMIT) is None
+            else:
+                await store.put("/a", b"a write that was never sent is sent to the next one", timeout=LIMIT)
+            assert store.endpoint == etcd.endpoint
+            await store.close()
+        assert relay.num_connections >= 2
 
 
 async def test_a_connection_that_falls_silent_keeps_no_lease_and_no_watch_wrongly_alive(etcd: EmbeddedEtcd) -> None:
@@ -180,6 +205,22 @@ async def test_a_connection_that_falls_silent_keeps_no_lease_and_no_watch_wrongl
         assert [event.key for event in await collect(watch, "/w/missed")] == ["/w/missed"]
         await store.close()
     await direct.close()
+
+
+async def test_a_full_listing_repairs_what_a_watch_missed(etcd: EmbeddedEtcd) -> None:
+    store = client(etcd.endpoint, limits=WatchLimits(quiet=0.1, answer=LIMIT, repair=0.3))
+    await store.put("/w/a", b"1")
+    watch = store.watch_prefix("/w/")
+    await asyncio.wait_for(anext(watch), LIMIT)
+    assert watch._known is not None
+    watch._known.pop("/w/a")  # as if its put had been missed
+    watch._known["/w/gone"] = 1  # as if its deletion had been missed
+    batch = await asyncio.wait_for(anext(watch), LIMIT)
+    assert [(event.kind, event.key) for event in batch.events] == [("delete", "/w/gone"), ("put", "/w/a")]
+    assert batch.snapshot is not None
+    await store.put("/w/b", b"")
+    assert [event.key for event in await collect(watch, "/w/b")] == ["/w/b"], "no batch when nothing was missed"
+    await store.close()
 
 
 async def test_a_silent_endpoint_is_left_by_watches_and_leases(etcd: EmbeddedEtcd) -> None:

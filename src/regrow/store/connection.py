@@ -76,6 +76,7 @@ ALARM = _method("Maintenance/Alarm", pb.AlarmRequest, pb.AlarmResponse)
 DEFRAGMENT = _method("Maintenance/Defragment", pb.DefragmentRequest, pb.DefragmentResponse)
 AUTHENTICATE = _method("Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse)
 
+_NOT_YET = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _ABOUT_ONE_MEMBER = (STATUS.path, DEFRAGMENT.path)
 
 
@@ -147,13 +148,15 @@ class Connection:
         while True:
             endpoint = self.endpoint
             try:
-                return await self._attempt(method, request, endpoint, deadline - loop.time())
+                return await self._attempt(method, request, endpoint, deadline - loop.time(), ready_first=not retry)
             except grpc.aio.AioRpcError as error:
                 problem = translate(error, endpoint)
                 if is_stale_login(error) and self.access.user and logins:
                     logins -= 1
                     self._token = ""
                     continue
+            except StoreError as error:
+                problem = error
             if not isinstance(problem, StoreUnavailable):
                 raise problem
             uncertain = uncertain or problem.maybe_applied
@@ -163,9 +166,33 @@ class Connection:
             await asyncio.sleep(pause)
             pause = min(0.5, pause * 2) * random.uniform(0.8, 1.0)  # noqa: S311  (spreads load, hides nothing)
 
-    async def _attempt(self, method: Method[Request, Response], request: Request, endpoint: str, remaining: float) -> Response:
-        metadata = await self.metadata(endpoint, remaining, require_leader=method.path not in _ABOUT_ONE_MEMBER)
-        return await self._unary(method, request, endpoint, self._share(remaining), metadata)
+    async def _attempt(
+        self, method: Method[Request, Response], request: Request, endpoint: str, remaining: float, *, ready_first: bool
+    ) -> Response:
+        begin = asyncio.get_running_loop().time()
+        limit = self._share(remaining)
+        if ready_first:
+            await self._reach(endpoint, limit)
+        try:
+            metadata = await self.metadata(endpoint, limit, require_leader=method.path not in _ABOUT_ONE_MEMBER)
+        except grpc.aio.AioRpcError as error:
+            problem = translate(error, endpoint)
+            if isinstance(problem, StoreUnavailable):
+                problem.maybe_applied = False  # only the login was sent
+            raise problem from error
+        left = max(0.05, limit - (asyncio.get_running_loop().time() - begin))
+        return await self._unary(method, request, endpoint, left, metadata)
+
+    async def _reach(self, endpoint: str, limit: float) -> None:
+        """Have the connection made, or known to be impossible, before a write is sent: a host that is gone answers nothing,
+        and then only this tells a write that was never sent from one that may have been applied."""
+        channel = self._channel(endpoint)
+        try:
+            async with asyncio.timeout(limit):
+                while (state := channel.get_state(try_to_connect=True)) in _NOT_YET:
+                    await channel.wait_for_state_change(state)
+        except TimeoutError as error:
+            raise StoreUnavailable("no connection in time", where=f"etcd {endpoint}", hint=_hint("")) from error
 
     def _share(self, remaining: float) -> float:
         """Limit of one attempt: a silent endpoint must leave time for the others."""
@@ -198,7 +225,7 @@ class Connection:
             async with self._login_lock:
                 if not self._token:
                     request = pb.AuthenticateRequest(name=self.access.user, password=self.access.password)
-                    answer = await self._unary(AUTHENTICATE, request, endpoint, self._share(remaining), metadata)
+                    answer = await self._unary(AUTHENTICATE, request, endpoint, max(0.05, remaining), metadata)
                     self._token = answer.token
             metadata += (("token", self._token),)
         return metadata

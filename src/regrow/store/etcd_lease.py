@@ -132,6 +132,7 @@ class EtcdLease:
                 await asyncio.sleep(pause)
                 pause = min(0.5, pause * 2)
         await self._drop_stream()
+        self._on_close(self)
 
     async def _failed(self, error: StoreError) -> StoreError:
         endpoint = self._stream.endpoint if self._stream else self._connection.endpoint

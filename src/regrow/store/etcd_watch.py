@@ -45,7 +45,8 @@ class EtcdWatch:
     """`Watch` on etcd.
 
     Resumes from the last *event's* mod_revision + 1, after the whole response was handled, never from a header's revision
-    (which may be ahead of the events). After a compaction it lists anew and delivers the difference.
+    (which may be ahead of the events). After a compaction, and when the store's history went back (restored from a snapshot,
+    or emptied), it lists anew and delivers the difference.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class EtcdWatch:
             try:
                 await self._follow()
             except Compacted:
-                log.warning("watch prefix=%s revision=%d was compacted, listing anew", self._prefix, self._next)
+                log.warning("watch prefix=%s revision=%d is gone, listing anew", self._prefix, self._next)
                 self._next = 0
                 continue
             except StoreUnavailable as error:
@@ -187,6 +188,8 @@ class EtcdWatch:
             response = await self._next_response(stream)
             if response.canceled:
                 raise self._canceled(response, stream.endpoint)
+            if response.created and response.header.revision < self._next - 1:
+                await self._check_history()
             self._connected = True
             fragments.extend(_event(event) for event in response.events)
             if response.fragment:
@@ -200,6 +203,16 @@ class EtcdWatch:
             if loop.time() >= repair_at:
                 await self._list(always=False)
                 return
+
+    async def _check_history(self) -> None:
+        """A member is behind what we have seen. It may catch up; or the store was emptied, or restored from a snapshot."""
+        listing = await self._lister.get_prefix(self._prefix)
+        if listing.revision >= self._next - 1:
+            return
+        log.warning("watch prefix=%s: the store's history went back from %d to %d", self._prefix, self._next - 1, listing.revision)
+        # revisions are counted anew, so an equal one means nothing: all that is there is news
+        self._known = dict.fromkeys(self._known or {}, 0)
+        raise Compacted("the store's history went back", where=f"etcd {self._connection.endpoint}")
 
     async def _next_response(self, stream: TimedStream[pb.WatchRequest, pb.WatchResponse]) -> pb.WatchResponse:
         response = await stream.read(self._limits.quiet if self._connected else self._limits.answer)
