@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ class Step:
 
     step: int
     generation: int
+    attempt: int
     mesh: str
     losses: tuple[float, ...]
     """Of every rank: all must say the same."""
@@ -63,6 +65,13 @@ class Lineage:
     def num_samples(self) -> int:
         """Size of the data set."""
         return self.segments[0].num_samples if self.segments else 0
+
+    @property
+    def before_first_reshard(self) -> frozenset[int]:
+        """Steps that were computed before the mesh changed for the first time: there each rank continues its own streams."""
+        same = list(itertools.takewhile(lambda segment: segment.mesh == self.segments[0].mesh, self.segments))
+        generations = {(segment.generation, segment.attempt) for segment in same}
+        return frozenset(number for number, step in self.steps.items() if (step.generation, step.attempt) in generations)
 
     @property
     def meshes(self) -> tuple[str, ...]:
@@ -120,7 +129,7 @@ def _segment(generation: int, attempt: int, ranks: dict[int, list[dict[str, Any]
     by_rank = {rank: {line["step"]: line for line in lines if line["kind"] == "step"} for rank, lines in ranks.items()}
     common = set.intersection(*(set(steps) for steps in by_rank.values()))
     speakers = _speakers(heads)
-    steps = {step: _step(step, generation, head["mesh"], by_rank, speakers) for step in sorted(common)}
+    steps = {step: _step(step, (generation, attempt), head["mesh"], by_rank, speakers) for step in sorted(common)}
     return Segment(
         generation=generation,
         attempt=attempt,
@@ -140,12 +149,13 @@ def _speakers(heads: dict[int, dict[str, Any]]) -> list[int]:
     return [chosen[replica] for replica in sorted(chosen)]
 
 
-def _step(step: int, generation: int, mesh: str, by_rank: dict[int, dict[int, dict[str, Any]]], speakers: Iterable[int]) -> Step:
+def _step(step: int, segment: tuple[int, int], mesh: str, by_rank: dict[int, dict[int, dict[str, Any]]], speakers: Iterable[int]) -> Step:
     lines = {rank: steps[step] for rank, steps in by_rank.items()}
     shares = [lines[rank] for rank in speakers]
     return Step(
         step=step,
-        generation=generation,
+        generation=segment[0],
+        attempt=segment[1],
         mesh=mesh,
         losses=tuple(line["loss"] for line in lines.values()),
         learning_rates=tuple(line["learning_rate"] for line in lines.values()),

@@ -59,7 +59,11 @@ class StepLog:
 
         Draws one number from each global generator: a generator that was not restored shows.
         """
-        draw = {"python": random.random(), "numpy": float(np.random.random_sample()), "torch": float(torch.rand(()).item())}
+        draw = {
+            "python": random.random(),
+            "numpy": float(np.random.random_sample()),
+            "torch": float(torch.rand((), dtype=torch.float64).item()),
+        }
         self._write(
             {
                 "kind": "step",
