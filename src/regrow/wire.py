@@ -233,6 +233,9 @@ class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     """64-bit digest of parameters and optimizer state after this step, hex; empty: not taken at this step."""
     at_rest_mismatch: str = ""
     """Name of the first tensor whose bytes changed between two steps, when that was seen."""
+    nonfinite: str = ""
+    """What was infinite or NaN on this rank: "loss", "grad_norm", or the first parameter whose own gradient was so before
+    any reduction. JSON has no NaN: `loss` and `grad_norm` are then null."""
 
 
 class SaveReport(_Message, frozen=True, kw_only=True, tag="save"):
