@@ -1,4 +1,4 @@
-"""The parts of parameters and optimizer state that this rank answers for, as arrays with their place in the whole.
+"""State without a mesh: the parts that this rank answers for, as arrays with their place in the whole, and the way back.
 
 Each element of the whole state is given by exactly one rank, so that the ranks' parts together are the state, on any mesh.
 """
@@ -6,7 +6,7 @@ Each element of the whole state is given by exactly one rank, so that the ranks'
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,38 @@ def parts(net: MeshModel, optimizer: torch.optim.Optimizer | None = None) -> Ite
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     yield _part(f"optimizer.{name}.{key}", value)
+
+
+def load(net: MeshModel, optimizer: torch.optim.Optimizer, whole: Mapping[str, npt.NDArray[np.float32]], *, step: int) -> None:
+    """Set this rank's parameters and optimizer tensors from the whole state, as `parts` of any mesh make it up.
+
+    Args:
+        whole: {"model.<name>": array, "optimizer.<name>.<key>": array}.
+        step: completed optimizer steps.
+
+    Raises:
+        KeyError: a parameter that `whole` does not have.
+    """
+    prefix = len("optimizer.")
+    keys = {name[prefix:].rpartition(".")[2] for name in whole if name.startswith("optimizer.")}
+    for name, parameter in net.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(_like(parameter, whole[f"model.{name}"]))
+        state: dict[str, Tensor] = {"step": torch.tensor(float(step))}
+        state |= {key: _like(parameter, whole[f"optimizer.{name}.{key}"]).clone() for key in keys}
+        optimizer.state[parameter] = state
+
+
+def _like(parameter: Tensor, array: npt.NDArray[np.float32]) -> Tensor:
+    """The part of `array` that this rank holds of `parameter`, placed as it is."""
+    full = torch.from_numpy(array).to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return full
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    piece = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))].contiguous()
+    return DTensor.from_local(
+        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def _part(name: str, tensor: Tensor) -> Part:

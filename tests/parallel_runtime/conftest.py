@@ -47,6 +47,10 @@ class Ranks:
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
 
+    def job(self, name: str, world: int, call: str, keywords: dict[str, object]) -> Job:
+        """Any call; in `keywords`, {folder} is the job's folder and {root} the folder of all jobs' folders."""
+        return Job(name, world, call, keywords)
+
     def training(self, name: str, mesh: str, *arguments: str, call: str = "regrow.demo.reference:main") -> Job:
         """A run of the reference on a mesh."""
         argv = ["--folder", "{folder}", "--mesh", mesh, "--rendezvous", "file://{folder}/store", *arguments]

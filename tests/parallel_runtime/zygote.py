@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 def fill(value, folder):
     if isinstance(value, str):
-        return value.replace("{folder}", str(folder))
+        return value.replace("{folder}", str(folder)).replace("{root}", str(folder.parent))
     if isinstance(value, list):
         return [fill(entry, folder) for entry in value]
     return value
