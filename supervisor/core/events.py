@@ -28,6 +28,12 @@ class LeaderStarted(_Event, frozen=True, kw_only=True, tag="leader_started"):
     supervisor: str = ""
 
 
+class EpochRaised(_Event, frozen=True, kw_only=True, tag="epoch_raised"):
+    """An agent had seen a higher epoch than ours: we went above it."""
+
+    epoch: int
+
+
 class StoreChanged(_Event, frozen=True, kw_only=True, tag="store_changed"):
     """The store answers again, or does not."""
 
@@ -78,6 +84,8 @@ class JobLoaded(_Event, frozen=True, kw_only=True, tag="job_loaded"):
     ledger: LedgerRecord | None = None
     command: str = "run"
     checkpoints: tuple[wire.CheckpointRecord, ...] = ()
+    highest_generation: int = 0
+    """Highest number that storage knows of: a new cluster continues above it."""
     num_damaged: int = 0
     """Checkpoints on storage that exist and cannot be used: a fresh start would be a silent loss."""
     submitted: bool = False
@@ -298,8 +306,16 @@ class CheckpointMoved(_Event, frozen=True, kw_only=True, tag="checkpoint_moved")
     damaged: str = ""
 
 
+class CheckpointGone(_Event, frozen=True, kw_only=True, tag="checkpoint_gone"):
+    """Its owner removed a checkpoint (retention)."""
+
+    job: str
+    step: int
+
+
 Event = (
     LeaderStarted
+    | EpochRaised
     | StoreChanged
     | Tick
     | Issued
@@ -329,4 +345,5 @@ Event = (
     | RestoreWasRefused
     | StartWasRefused
     | CheckpointMoved
+    | CheckpointGone
 )

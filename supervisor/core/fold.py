@@ -21,6 +21,8 @@ def fold(view: View, event: e.Event) -> View:
     match event:
         case e.LeaderStarted():
             return View(epoch=event.epoch, term_at=event.at, automation=view.automation)
+        case e.EpochRaised():
+            return _change(view, epoch=max(view.epoch, event.epoch))
         case e.StoreChanged():
             return _change(view, store_up=event.up)
         case e.Tick():
@@ -44,6 +46,8 @@ def fold(view: View, event: e.Event) -> View:
             )
         case e.NodeJoined() | e.NodeDisconnected() | e.NodeSilent() | e.NodeHeard() | e.LeaseExpired() | e.SpareStoreChanged():
             return fold_nodes.liveness(view, event)
+        case e.CheckpointGone():
+            return _checkpoint_gone(view, event)
         case e.NodeHealth() | e.NodeLeaving() | e.NodeCommandGiven():
             return fold_nodes.condition(view, event)
         case _:
@@ -130,7 +134,7 @@ def _job_loaded(view: View, event: e.JobLoaded) -> View:
         command=event.command,
         command_at=event.at,
         generation=_adopted(event) if event.generation is not None else None,
-        highest_generation=event.generation.generation if event.generation else 0,
+        highest_generation=max(event.highest_generation, event.generation.generation if event.generation else 0),
         checkpoints=checkpoints,
         num_damaged=event.num_damaged,
         ledger=ledger,
@@ -180,6 +184,14 @@ def checkpoint(record: wire.CheckpointRecord, at: float) -> CheckpointView:
         evidence=record.evidence,
         damaged=record.damaged,
     )
+
+
+def _checkpoint_gone(view: View, event: e.CheckpointGone) -> View:
+    job = view.jobs.get(event.job)
+    if job is None or event.step not in job.checkpoints:
+        return view
+    kept = {step: item for step, item in job.checkpoints.items() if step != event.step}
+    return with_job(view, _change(job, checkpoints=kept))
 
 
 def _command(view: View, event: e.CommandGiven) -> View:

@@ -130,7 +130,7 @@ def _recovered(job: JobView, event: e.StepsCompleted) -> JobView:
         return job
     if incident.first_step_at is None:
         incident = _change(incident, first_step_at=event.at)
-        job = _change(job, restart_seconds=phases.whole(incident))
+        job = _change(job, restart_seconds=phases.restart_seconds(incident))
     if event.step > incident.frontier:
         incident = _change(incident, recovered_at=event.at, closed=True)
     return with_incident(job, incident)

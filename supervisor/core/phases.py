@@ -16,8 +16,8 @@ def spans(incident: Incident) -> dict[str, float]:
     Phases after the last known mark are left out: the recovery is in that phase now.
     """
     ends: dict[str, float] = {"detect": incident.detected_at, "decide": incident.decided_at} | incident.marks
-    if incident.first_step_at is not None:
-        ends["first_step"] = incident.first_step_at
+    if incident.recovered_at is not None:
+        ends["first_step"] = incident.recovered_at
     known = [name for name in NAMES if name in ends]
     if not known:
         return {}
@@ -32,14 +32,19 @@ def spans(incident: Incident) -> dict[str, float]:
 
 def current(incident: Incident) -> str:
     """The phase that an open recovery is in; empty when it is over."""
-    if incident.closed or incident.first_step_at is not None:
+    if incident.closed:
         return ""
     done = spans(incident)
     return next((name for name in NAMES if name not in done), "")
 
 
 def whole(incident: Incident) -> float | None:
-    """Seconds from the first symptom to the first completed step; None while open."""
+    """Seconds from the first symptom to the first completed step beyond the frontier; None until then."""
+    return None if incident.recovered_at is None else max(0.0, incident.recovered_at - incident.symptom_at)
+
+
+def restart_seconds(incident: Incident) -> float | None:
+    """Seconds from the first symptom to the first completed step of the new generation, computed again or not."""
     return None if incident.first_step_at is None else max(0.0, incident.first_step_at - incident.symptom_at)
 
 

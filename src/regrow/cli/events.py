@@ -1,0 +1,53 @@
+"""`regrow events`: the journal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from regrow.cli import remote
+from regrow.cli.output import Json, dumps, emit
+
+
+def register(app: typer.Typer) -> None:
+    """Add `events`."""
+    app.command("events")(events)
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events happen.")] = False,
+    job: Annotated[str, typer.Option(help="Only of this job.")] = "",
+    after: Annotated[int, typer.Option(help="Only after this id.", min=0)] = 0,
+    limit: Annotated[int, typer.Option(help="At most this many, the newest.", min=1)] = 200,
+    supervisor: remote.Address = "",
+    store: remote.StoreUrl = "",
+    cluster: remote.Cluster = "local",
+    as_json: Json = False,
+) -> None:
+    """What happened and what was decided, with reasons. With --follow --json: one JSON document a line."""
+    base = remote.find(supervisor, store, cluster)
+    if not follow:
+        document = remote.get(base, "/v1/events", after=after, job=job, limit=limit)
+        emit(document, as_json=as_json, human=lambda: _print(document["events"]))
+        return
+    try:
+        for entry in remote.stream(base, "/v1/events", follow=1, after=after, job=job):
+            sys.stdout.write((dumps(entry) if as_json else line(entry)) + "\n")
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return
+
+
+def line(entry: dict[str, Any]) -> str:
+    """An entry for people."""
+    parts = [str(entry["time"])[11:23], str(entry["kind"])]
+    parts += [f"{name}={entry[name]}" for name in ("job", "node", "generation") if entry.get(name)]
+    text = str(entry.get("text", ""))
+    return " ".join(parts) + (f": {text}" if text else "")
+
+
+def _print(entries: list[dict[str, Any]]) -> None:
+    for entry in entries:
+        sys.stdout.write(line(entry) + "\n")

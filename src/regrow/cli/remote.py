@@ -1,0 +1,129 @@
+"""How commands find and ask the supervisor: --supervisor, REGROW_SUPERVISOR, the leader record in the store, a local run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from regrow.errors import ConfigurationError, OperationalError
+
+Address = Annotated[str, typer.Option("--supervisor", help="URL of the supervisor.", envvar="REGROW_SUPERVISOR")]
+StoreUrl = Annotated[str, typer.Option("--store", help="Store URL: the leader's address is read from it.", envvar="REGROW_STORE")]
+Cluster = Annotated[str, typer.Option("--cluster", help="Cluster name in the store.", envvar="REGROW_CLUSTER")]
+
+
+def find(supervisor: str, store: str, cluster: str) -> str:
+    """Base URL of the supervisor.
+
+    Raises:
+        ConfigurationError: nothing says where it is.
+    """
+    if supervisor:
+        return supervisor.rstrip("/") if "://" in supervisor else f"http://{supervisor}"
+    if store:
+        return _from_store(store, cluster)
+    candidates = sorted(Path("runs").glob("*/supervisor/supervisor.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in candidates:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            os.kill(int(document["pid"]), 0)
+        except (OSError, ValueError, KeyError):
+            continue
+        return f"http://{document['http']}"
+    raise ConfigurationError(
+        "no supervisor is known",
+        where="--supervisor",
+        hint="give --supervisor URL or --store URL, set REGROW_SUPERVISOR, or call from the folder of a `regrow run` that goes on",
+    )
+
+
+def _from_store(store: str, cluster: str) -> str:
+    import asyncio
+
+    import msgspec
+
+    from regrow import wire
+    from regrow.store.open import open_store
+
+    async def read() -> str:
+        opened = open_store(store)
+        try:
+            item = await opened.get(f"/regrow/{cluster}/leader")
+        finally:
+            await opened.close()
+        if item is None:
+            raise OperationalError(f"nobody leads cluster {cluster!r}", where=store, hint="start `regrow supervisor`, or check --cluster")
+        return f"http://{msgspec.json.decode(item.value, type=wire.LeaderRecord).http_address}"
+
+    return asyncio.run(read())
+
+
+def writer(text: str) -> Callable[[], None]:
+    """Prints `text` for people, when called."""
+
+    def write() -> None:
+        sys.stdout.write(text)
+
+    return write
+
+
+def get(base: str, path: str, **params: Any) -> Any:
+    """GET a document."""
+    return _request("GET", base, path, params=params)
+
+
+def post(base: str, path: str, content: bytes = b"") -> Any:
+    """POST and read the answer."""
+    return _request(
+        "POST", base, path, content=content, headers={"content-type": "application/json", "x-regrow-user": os.environ.get("USER", "")}
+    )
+
+
+def _request(method: str, base: str, path: str, **arguments: Any) -> Any:
+    import httpx
+
+    try:
+        with httpx.Client(timeout=httpx.Timeout(10.0), trust_env=False) as client:
+            response = client.request(method, base + path, **arguments)
+    except httpx.HTTPError as error:
+        raise OperationalError(
+            f"the supervisor does not answer: {error or type(error).__name__}", where=base, hint="is it running? is the address right?"
+        ) from error
+    return _answer(response.status_code, response.text, base + path)
+
+
+def _answer(status: int, text: str, where: str) -> Any:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise OperationalError(f"the answer is not JSON: {text[:200]}", where=where, hint="is this a regrow supervisor?") from error
+    if status < 400:
+        return document
+    found = document.get("error", {}) if isinstance(document, dict) else {}
+    kind = ConfigurationError if status < 500 else OperationalError
+    raise kind(str(found.get("what", text[:200])), where=str(found.get("where", where)), hint=str(found.get("hint", "")))
+
+
+def stream(base: str, path: str, **params: Any) -> Iterator[dict[str, Any]]:
+    """Server-sent events, one document each, until the connection ends."""
+    import httpx
+
+    try:
+        with (
+            httpx.Client(timeout=httpx.Timeout(10.0, read=60.0), trust_env=False) as client,
+            client.stream("GET", base + path, params=params) as response,
+        ):
+            if response.status_code >= 400:
+                response.read()
+                _answer(response.status_code, response.text, base + path)
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    yield json.loads(line[5:])
+    except httpx.HTTPError as error:
+        raise OperationalError(f"the connection ended: {error or type(error).__name__}", where=base, hint="ask again") from error

@@ -1,0 +1,155 @@
+"""The beat connection, supervisor's side: TCP, one JSON message a line, TLS when given a context."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from typing import Any, Protocol
+
+import msgspec
+
+from regrow import wire
+from regrow.errors import ConfigurationError
+
+log = logging.getLogger("regrow.supervisor.beats")
+
+_HELLO_SECONDS = 10.0
+_SILENT_PEER_MS = 20_000
+_MAX_UNSENT_BYTES = 32 * 1024 * 1024
+
+
+class Receiver(Protocol):
+    """What happens with what agents say."""
+
+    def greeted(self, hello: wire.Hello, connection: Connection) -> wire.Welcome | wire.Refused:
+        """An agent wants in."""
+        ...
+
+    def said(self, connection: Connection, message: Any) -> None:
+        """An agent that was welcomed said something."""
+        ...
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        """The connection of an agent that was welcomed is gone."""
+        ...
+
+
+class Connection:
+    """One agent's connection."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.node = ""
+        self.incarnation = ""
+        self._writer = writer
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Hand a message to the kernel. False: the connection is closing, or its agent does not read."""
+        if self._writer.is_closing():
+            return False
+        self._writer.write(wire.encode(message))
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            log.warning("node=%s does not read: connection dropped", self.node)
+            self._writer.transport.abort()
+            return False
+        return True
+
+    def close(self) -> None:
+        """End it; what was sent still goes out."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """End it at once."""
+        self._writer.transport.abort()
+
+
+class BeatServer:
+    """Accepts agents."""
+
+    def __init__(self, receiver: Receiver, *, tls: ssl.SSLContext | None = None) -> None:
+        self._receiver = receiver
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            ConfigurationError: the address is taken or not ours.
+        """
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, host, port, limit=wire.MAX_MESSAGE_BYTES, ssl=self._tls, backlog=4096, reuse_address=True
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", where="--beat", hint="is another supervisor running there?"
+            ) from error
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Stop listening and end all connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            _tune(writer)
+            await self._conversation(reader, Connection(writer))
+        except asyncio.CancelledError:
+            # asyncio's stream server reports a cancelled handler as an error of the loop; this is our own stop().
+            log.debug("a beat connection was ended by our own stop")
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _conversation(self, reader: asyncio.StreamReader, connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                hello = wire.decode(await _line(reader), wire.FromAgent)
+        except (OSError, TimeoutError, ValueError, msgspec.MsgspecError) as error:
+            log.info("a connection did not greet: %s", error or type(error).__name__)
+            return
+        if not isinstance(hello, wire.Hello):
+            connection.send(wire.Refused(reason=f"greeted with {type(hello).__name__}, not hello", retry=False))
+            return
+        connection.node, connection.incarnation = hello.node, hello.incarnation
+        answer = self._receiver.greeted(hello, connection)
+        connection.send(answer)
+        if isinstance(answer, wire.Refused):
+            log.info("node=%s refused: %s", hello.node, answer.reason)
+            connection.close()
+            return
+        reason = "closed by the agent"
+        try:
+            while True:
+                self._receiver.said(connection, wire.decode(await _line(reader), wire.FromAgent))
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            reason = str(error) or type(error).__name__
+        finally:
+            self._receiver.closed(connection, reason)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("closed by the agent")
+    return line
+
+
+def _tune(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_PEER_MS)

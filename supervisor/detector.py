@@ -1,0 +1,124 @@
+"""The failure detector at the edge: a mutable table by this host's monotonic clock. Only its state changes become events."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core import events as e
+
+_LAG_FACTOR = 4.0
+"""Looks that come later than this many periods mean that we stood still, not that everybody else fell silent."""
+_IDLE_PHASES = ("", "start", "finished")
+"""A word that was never written, or is done, says nothing about progress."""
+
+
+class _Seen:
+    __slots__ = ("heard_at", "silent", "words")
+
+    def __init__(self, heard_at: float) -> None:
+        self.heard_at = heard_at
+        self.silent = False
+        self.words: tuple[tuple[int, int, int, str], ...] = ()
+
+
+class Silence:
+    """Last beats of connected nodes. Times are the receiver's own clock, in seconds."""
+
+    def __init__(self, *, silence_seconds: float, look_seconds: float) -> None:
+        self._silence = silence_seconds
+        self._look = look_seconds
+        self._seen: dict[str, _Seen] = {}
+        self._looked_at: float | None = None
+
+    def connected(self, node: str, now: float) -> None:
+        """A node greeted us."""
+        self._seen[node] = _Seen(now)
+
+    def disconnected(self, node: str) -> None:
+        """Its connection closed: that is an event of its own."""
+        self._seen.pop(node, None)
+
+    def heard(self, node: str, now: float) -> e.NodeHeard | None:
+        """Any message counts as a sign of life."""
+        seen = self._seen.get(node)
+        if seen is None:
+            return None
+        seen.heard_at = now
+        if not seen.silent:
+            return None
+        seen.silent = False
+        return e.NodeHeard(at=now, node=node)
+
+    def look(self, now: float) -> list[e.NodeSilent]:
+        """Nodes that fell silent since the last look. After a pause of our own everybody gets a fresh start."""
+        late = 0.0 if self._looked_at is None else now - self._looked_at - self._look
+        self._looked_at = now
+        if late > _LAG_FACTOR * self._look:
+            for seen in self._seen.values():
+                seen.heard_at = max(seen.heard_at, now - self._look)
+            return []
+        found: list[e.NodeSilent] = []
+        for node, seen in self._seen.items():
+            if not seen.silent and now - seen.heard_at >= self._silence:
+                seen.silent = True
+                found.append(e.NodeSilent(at=now, node=node, last_heard_at=seen.heard_at))
+        return found
+
+    def is_silent(self, node: str) -> bool:
+        """True for a node that is connected and silent."""
+        seen = self._seen.get(node)
+        return seen is not None and seen.silent
+
+    def next_look(self) -> float:
+        """Seconds between looks."""
+        return self._look
+
+
+class Stall(msgspec.Struct):
+    """Progress words of one generation: when the last of them changed. Dropped with its generation."""
+
+    job: str
+    generation: int
+    changed_at: float
+    ranks: dict[int, wire.RankProgress] = {}
+    seen_at: dict[int, float] = {}
+    stalled: bool = False
+    ever: bool = False
+    """True once any word was written: a script that does not know Regrow never writes one."""
+
+    def words(self, progress: tuple[wire.RankProgress, ...], now: float) -> e.ProgressResumed | None:
+        """Take a beat's words."""
+        changed = False
+        for word in progress:
+            known = self.ranks.get(word.rank)
+            if known is None or (known.started_step, known.applied_step, known.phase) != (word.started_step, word.applied_step, word.phase):
+                changed = True
+            if word.phase not in _IDLE_PHASES:
+                self.ever = True
+            self.ranks[word.rank] = word
+            self.seen_at[word.rank] = now
+        return self.moved(now) if changed else None
+
+    def moved(self, now: float) -> e.ProgressResumed | None:
+        """Something moved."""
+        self.changed_at = now
+        if not self.stalled:
+            return None
+        self.stalled = False
+        return e.ProgressResumed(at=now, job=self.job, generation=self.generation)
+
+    def look(self, now: float, limit_seconds: float) -> e.ProgressStalled | None:
+        """Has nothing moved for too long? Said once until it moves again."""
+        if self.stalled or not self.ever or now - self.changed_at < limit_seconds:
+            return None
+        if all(word.phase in _IDLE_PHASES for word in self.ranks.values()):
+            return None
+        self.stalled = True
+        ranks = tuple(
+            msgspec.structs.replace(word, age_seconds=word.age_seconds + now - self.seen_at[rank])
+            for rank, word in sorted(self.ranks.items())
+        )
+        return e.ProgressStalled(
+            at=now, job=self.job, generation=self.generation, since=self.changed_at, limit_seconds=limit_seconds, ranks=ranks
+        )

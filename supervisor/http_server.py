@@ -1,0 +1,67 @@
+"""The HTTP server in the supervisor's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from regrow.errors import ConfigurationError
+
+
+class _Quiet(uvicorn.Server):
+    """uvicorn without its own signal handlers: the process has one owner."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class ApiServer:
+    """The HTTP server in this process's loop."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+        self._server: _Quiet | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            ConfigurationError: the address is taken or not ours.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(512)
+        except OSError as error:
+            listener.close()
+            raise ConfigurationError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", where="--http", hint="is another supervisor running there?"
+            ) from error
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="none"
+        )
+        self._server = _Quiet(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="supervisor-http")
+        while not self._server.started:  # uvicorn has no such event
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Finish open requests, then end."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,47 @@
+"""Names of what the supervisor keeps in the store, under /regrow/<cluster>/."""
+
+from __future__ import annotations
+
+
+class Keys:
+    """The contract of design.md section 5, and two keys more: `epoch` (the highest term) and `cordons/<node>`."""
+
+    def __init__(self, cluster: str) -> None:
+        self.root = f"/regrow/{cluster}"
+        self.leader = f"{self.root}/leader"
+        self.meta = f"{self.root}/meta"
+        self.epoch = f"{self.root}/epoch"
+        self.nodes = f"{self.root}/nodes/"
+        self.jobs = f"{self.root}/jobs/"
+        self.quarantine = f"{self.root}/quarantine/"
+        self.cordons = f"{self.root}/cordons/"
+        self.events = f"{self.root}/events/"
+        self.automation = f"{self.root}/automation"
+
+    def job(self, job: str, what: str) -> str:
+        """spec, generation, ledger or command of a job."""
+        return f"{self.jobs}{job}/{what}"
+
+    def members(self, job: str, generation: int, chunk: int) -> str:
+        """One chunk of the ranks of a generation."""
+        return f"{self.members_of(job, generation)}{chunk:04d}"
+
+    def members_of(self, job: str, generation: int) -> str:
+        """Prefix of all chunks of a generation."""
+        return f"{self.jobs}{job}/members/{generation}/"
+
+    def checkpoint(self, job: str, step: int) -> str:
+        """A committed checkpoint."""
+        return f"{self.jobs}{job}/checkpoints/{step}"
+
+    def quarantined(self, key: str) -> str:
+        """A piece of hardware."""
+        return f"{self.quarantine}{key.replace('/', '_')}"
+
+    def cordon(self, node: str) -> str:
+        """An operator's order on a node."""
+        return f"{self.cordons}{node}"
+
+    def event(self, epoch: int, seq: int) -> str:
+        """A journal entry that came with a change of state."""
+        return f"{self.events}{epoch:06d}-{seq:09d}"

@@ -1,0 +1,287 @@
+"""The supervisor process: composition root. Campaigns, leads, steps down, campaigns again; serves the API all the while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from regrow import wire
+from regrow.clock import SystemClock
+from regrow.errors import ConfigurationError
+from regrow.store.base import Store, StoreError
+from regrow.store.election import Leadership, campaign
+from regrow.store.open import open_store
+from regrow.supervisor import loading
+from regrow.supervisor.api import Routes
+from regrow.supervisor.beat_server import BeatServer, Connection
+from regrow.supervisor.config import SupervisorConfig, parse_address
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.http_server import ApiServer
+from regrow.supervisor.journal import Journal
+from regrow.supervisor.keys import Keys
+from regrow.supervisor.metrics import Metrics
+from regrow.supervisor.term import Term, raise_epoch
+
+log = logging.getLogger("regrow.supervisor")
+
+_METRICS_SECONDS = 0.25
+_RETRY_SECONDS = 0.5
+
+
+class Supervisor:
+    """One process. Leads or stands by."""
+
+    def __init__(self, config: SupervisorConfig, policy: Policy, *, store: Store | None = None) -> None:
+        clock = SystemClock()
+        self._anchor = clock.wall() - clock.monotonic()
+        self._clock = clock
+        self.config = config
+        self.policy = policy
+        self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
+        self.incarnation = os.urandom(8).hex()
+        self.keys = Keys(config.cluster)
+        self.metrics = Metrics()
+        self.term: Term | None = None
+        self.journal = Journal(Path(config.state) / "journal.sqlite" if config.state else None)
+        self.store: Store | None = store
+        self._owns_store = store is None
+        self.beats = BeatServer(self, tls=_tls(config))
+        self.api = ApiServer(Routes(self).app())
+        self._stop = asyncio.Event()
+        self._leadership: Leadership | None = None
+        self._metrics_at = 0.0
+        self._raise_to = 0
+
+    def now(self) -> float:
+        """Seconds since 1970 by this process's monotonic clock: comparable within the process, readable by people."""
+        return self._anchor + self._clock.monotonic()
+
+    def stop(self) -> None:
+        """Resign and end."""
+        self._stop.set()
+        if self.term is not None:
+            self.term.end("stopped")
+
+    async def run(self) -> None:
+        """Until `stop`.
+
+        Raises:
+            ConfigurationError: an address is taken, the state folder cannot be used.
+        """
+        self._prepare_state()
+        self.store = self.store or open_store(self.config.store)
+        host, port = parse_address(self.config.beat, "--beat")
+        await self.beats.start(host, port)
+        try:
+            await self.api.start(*parse_address(self.config.http, "--http"))
+            self._announce()
+            await self._lead_again_and_again()
+        finally:
+            self.journal.close()
+            await self.beats.stop()
+            await self.api.stop()
+            if self._owns_store:
+                await self.store.close()
+
+    def _prepare_state(self) -> None:
+        try:
+            Path(self.config.state).mkdir(parents=True, exist_ok=True)
+            self.journal.open()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot be used: {error.strerror}", where=f"--state {self.config.state}", hint="give a folder that this user may write"
+            ) from error
+
+    @property
+    def beat_address(self) -> str:
+        """host:port for agents."""
+        return f"{self._advertised()}:{self.beats.port}"
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the API."""
+        return f"{self._advertised()}:{self.api.port}"
+
+    def _advertised(self) -> str:
+        host = self.config.advertise or parse_address(self.config.beat, "--beat")[0]
+        return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  # compared, not bound
+
+    def _announce(self) -> None:
+        """<state>/supervisor.json: where this process can be reached."""
+        path = Path(self.config.state) / "supervisor.json"
+        text = json.dumps({"http": self.http_address, "beat": self.beat_address, "pid": os.getpid(), "name": self.name})
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+        log.info("beat=%s http=%s state=%s", self.beat_address, self.http_address, self.config.state)
+
+    # --- leading
+
+    async def _lead_again_and_again(self) -> None:
+        while not self._stop.is_set():
+            leadership = await self._campaign()
+            if leadership is None:
+                return
+            try:
+                await self._lead(leadership)
+            except StoreError as error:
+                log.warning("the term ends: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+            finally:
+                self.term = None
+                self.metrics.leading(epoch=0, leads=False, store_up=not leadership.ended.is_set())
+                with contextlib.suppress(StoreError):
+                    await leadership.resign()
+
+    async def _campaign(self) -> Leadership | None:
+        assert self.store is not None
+        record = self._record(0)
+        work = asyncio.create_task(campaign(self.store, self.keys.leader, record, ttl=self.config.ttl))
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not work.done():
+            work.cancel()
+        await asyncio.gather(work, stopped, return_exceptions=True)
+        if work.cancelled():
+            return None
+        leadership = work.result()
+        if self._stop.is_set():
+            await leadership.resign()
+            return None
+        return leadership
+
+    def _record(self, epoch: int) -> bytes:
+        return msgspec.json.encode(
+            wire.LeaderRecord(
+                supervisor=f"{self.name}/{self.incarnation}", epoch=epoch, beat_address=self.beat_address, http_address=self.http_address
+            )
+        )
+
+    async def _lead(self, leadership: Leadership) -> None:
+        """Take an epoch, load, publish, decide until the term ends."""
+        assert self.store is not None
+        epoch = await raise_epoch(self.store, self.keys, leadership.comparison, self._raise_to)
+        loaded = await loading.load(self.store, self.keys, self.now())
+        term = Term(
+            config=self.config,
+            policy=self.policy,
+            store=self.store,
+            keys=self.keys,
+            journal=self.journal,
+            comparison=leadership.comparison,
+            epoch=epoch,
+            name=self.name,
+            now=self.now,
+            on_turn=self._after_turn,
+            raise_epoch=self._higher_epoch,
+        )
+        term.effects.generation_revisions = dict(loaded.generation_revisions)
+        self.term = term
+        watcher = asyncio.create_task(self._until_deposed(leadership, term))
+        running = asyncio.create_task(term.run(loaded.events))
+        try:
+            await leadership.publish(self._record(epoch))
+            log.info("leading epoch=%d jobs=%d", epoch, len(term.view.jobs))
+            await running
+        finally:
+            term.end("over")
+            watcher.cancel()
+            await asyncio.gather(watcher, running, return_exceptions=True)
+            await term.effects.stop(drain_seconds=2.0 if self._stop.is_set() and leadership.holds else 0.0)
+            log.info("the term of epoch %d is over: %s", epoch, term.reason)
+
+    async def _until_deposed(self, leadership: Leadership, term: Term) -> None:
+        await leadership.ended.wait()
+        term.end(f"deposed: {leadership.reason}")
+
+    def _higher_epoch(self, seen: int) -> None:
+        """An agent has seen a higher epoch: end this term and take one above."""
+        self._raise_to = max(self._raise_to, seen)
+        if self.term is not None:
+            self.term.end(f"an agent has seen epoch {seen}")
+
+    def _after_turn(self, term: Term, seconds: float, events: tuple[e.Event, ...]) -> None:
+        self.metrics.turn(seconds)
+        for event in events:
+            if isinstance(event, e.StepsCompleted):
+                self.metrics.step(event.job, event.step_seconds)
+        now = self.now()
+        if now - self._metrics_at >= _METRICS_SECONDS:
+            self._metrics_at = now
+            self.refresh_metrics(term)
+
+    def refresh_metrics(self, term: Term | None = None) -> None:
+        """Bring the metrics up to the view."""
+        current = term or self.term
+        if current is not None:
+            self.metrics.leading(epoch=current.view.epoch, leads=current.ready, store_up=current.view.store_up)
+            self.metrics.view(current.view, self.now())
+
+    # --- agents
+
+    def greeted(self, hello: wire.Hello, connection: Connection) -> wire.Welcome | wire.Refused:
+        """An agent wants in."""
+        if self.term is None:
+            return wire.Refused(reason="this supervisor does not lead now")
+        return self.term.greeted(hello, connection)
+
+    def said(self, connection: Connection, message: Any) -> None:
+        """A line of an agent."""
+        if self.term is None:
+            connection.close()
+            return
+        if isinstance(message, wire.CheckpointChanged):
+            self.metrics.checkpoint(message.job, message.state, stall_seconds=message.stall_seconds, write_seconds=message.write_seconds)
+        self.term.said(connection, message)
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        """A connection is gone."""
+        if self.term is not None:
+            self.term.closed(connection, reason)
+
+    # --- operators
+
+    async def submit(self, spec: wire.JobSpec) -> None:
+        """Write a job and take it up. The same job again is fine; one that ended goes on.
+
+        Raises:
+            ConfigurationError: another job of this name runs.
+            StoreError: the store did not take it.
+        """
+        from regrow.supervisor.submit import submit
+
+        assert self.term is not None
+        assert self.store is not None
+        await submit(self.term, self.store, self.keys, spec, self.now())
+
+    def post(self, event: e.Event) -> None:
+        """A fact for the next turn."""
+        assert self.term is not None
+        self.term.post(event)
+
+
+def _tls(config: SupervisorConfig) -> ssl.SSLContext | None:
+    if not config.tls_certificate:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_certificate, config.tls_key)
+        if config.tls_client_ca:
+            context.load_verify_locations(config.tls_client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(
+            f"TLS files cannot be used: {error}", where="[supervisor] tls_certificate, tls_key, tls_client_ca"
+        ) from error
+    return context

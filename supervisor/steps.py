@@ -1,0 +1,160 @@
+"""From step reports of nodes to completed steps of the job, and digests to compare. One object a generation."""
+
+from __future__ import annotations
+
+import statistics
+
+from regrow import wire
+from regrow.supervisor.core import events as e
+
+_OPEN_STEPS = 512
+"""Reports of steps that never complete are dropped beyond this many."""
+
+
+class _Open:
+    """What is known of a step that is not complete."""
+
+    __slots__ = ("digests", "first_at", "grad_norm", "learning_rate", "loss", "num_nodes", "samples", "seconds", "tokens")
+
+    def __init__(self, at: float) -> None:
+        self.first_at = at
+        self.num_nodes = 0
+        self.loss: float | None = None
+        self.learning_rate: float | None = None
+        self.grad_norm: float | None = None
+        self.samples = 0
+        self.tokens = 0
+        self.seconds: list[float] = []
+        self.digests: dict[int, str] = {}
+
+
+class Steps:
+    """Counts which nodes applied which step. A node that cannot be heard does not hold the count up: the step of the others
+    could not have completed without it."""
+
+    def __init__(self, job: str, generation: int, node_ranks: dict[str, tuple[int, ...]]) -> None:
+        self.job = job
+        self.generation = generation
+        self._ranks = node_ranks
+        self._world = sum(len(ranks) for ranks in node_ranks.values())
+        self._applied: dict[str, int] = {}
+        self._base: int | None = None
+        self._completed: int | None = None
+        self._completed_at: float | None = None
+        self._unheard: set[str] = set()
+        self._waiting: set[str] = set(node_ranks)
+        """Heard nodes that have not applied the step after the completed one."""
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def completed(self) -> int | None:
+        """Highest step that every rank applied."""
+        return self._completed
+
+    def reported(self, node: str, message: wire.NodeSteps, now: float) -> list[e.Event]:
+        """A node's reports of one step."""
+        if node not in self._ranks:
+            return []
+        if self._base is None:
+            self._base = message.step - 1
+            self._completed = self._base
+        step = self._open.setdefault(message.step, _Open(now))
+        found: list[e.Event] = []
+        for report in message.reports:
+            self._take(step, report)
+            if report.at_rest_mismatch:
+                found.append(
+                    e.AtRestMismatch(
+                        at=now, job=self.job, generation=self.generation, rank=report.rank, step=report.step, tensor=report.at_rest_mismatch
+                    )
+                )
+        if len(step.digests) == self._world:
+            found.append(e.DigestsReported(at=now, job=self.job, generation=self.generation, step=message.step, digests=step.digests))
+            step.digests = {}
+        return found + self._advance(node, message.step, now)
+
+    def words(self, node: str, progress: tuple[wire.RankProgress, ...], now: float) -> list[e.Event]:
+        """Progress words of a beat: they fill in for reports that were lost."""
+        if self._base is None or node not in self._ranks or len(progress) < len(self._ranks[node]):
+            return []
+        return self._advance(node, min(word.applied_step for word in progress), now)
+
+    def heard(self, node: str, now: float, *, reachable: bool) -> list[e.Event]:
+        """A member can (not) be heard."""
+        if node not in self._ranks or reachable == (node not in self._unheard):
+            return []
+        if reachable:
+            self._unheard.discard(node)
+            if self._completed is None or self._applied.get(node, -1) <= self._completed:
+                self._waiting.add(node)
+            return []
+        self._unheard.add(node)
+        self._waiting.discard(node)
+        return self._complete(now)
+
+    def _take(self, step: _Open, report: wire.StepReport) -> None:
+        if report.loss is not None:
+            step.loss = report.loss
+            step.learning_rate = report.learning_rate if report.learning_rate is not None else step.learning_rate
+            step.grad_norm = report.grad_norm if report.grad_norm is not None else step.grad_norm
+        step.samples = max(step.samples, report.samples)
+        step.tokens = max(step.tokens, report.tokens)
+        if report.step_seconds > 0:
+            step.seconds.append(report.step_seconds)
+        if report.digest:
+            step.digests[report.rank] = report.digest
+
+    def _advance(self, node: str, applied: int, now: float) -> list[e.Event]:
+        if applied <= self._applied.get(node, -1):
+            return []
+        self._applied[node] = applied
+        if self._completed is not None and applied > self._completed:
+            self._waiting.discard(node)
+        return self._complete(now)
+
+    def _complete(self, now: float) -> list[e.Event]:
+        if self._waiting or self._completed is None:
+            return []
+        heard = [name for name in self._ranks if name not in self._unheard]
+        if not heard or any(name not in self._applied for name in heard):
+            return []
+        reached = min(self._applied[name] for name in heard)
+        found: list[e.Event] = []
+        while self._completed < reached:
+            step = self._completed + 1
+            if step not in self._open and reached - step > _OPEN_STEPS:
+                step = reached
+            found.append(self._event(step, now))
+            self._completed = step
+            self._completed_at = now
+        self._waiting = {name for name in heard if self._applied[name] <= self._completed}
+        self._forget()
+        return found
+
+    def _event(self, step: int, now: float) -> e.StepsCompleted:
+        assert self._completed is not None
+        known = self._open.get(step) or _Open(now)
+        seconds = statistics.median(known.seconds) if known.seconds else 0.0
+        if not known.seconds and self._completed_at is not None:
+            seconds = now - self._completed_at
+        return e.StepsCompleted(
+            at=now,
+            job=self.job,
+            generation=self.generation,
+            step=step,
+            num_steps=step - self._completed,
+            step_seconds=seconds,
+            loss=known.loss,
+            samples=known.samples,
+            tokens=known.tokens,
+            learning_rate=known.learning_rate,
+            grad_norm=known.grad_norm,
+        )
+
+    def _forget(self) -> None:
+        assert self._completed is not None
+        done = self._completed
+        for step in [step for step in self._open if step < done - 2 or (step <= done and not self._open[step].digests)]:
+            del self._open[step]
+        while len(self._open) > _OPEN_STEPS:
+            del self._open[min(self._open)]
