@@ -1,9 +1,12 @@
-"""A plain DistributedDataParallel script that knows nothing of Regrow: `torchrun` or `regrow run` start it alike.
+"""A script as torchrun users write it: DDP, no line about Regrow. It runs under torchrun and under `regrow run` alike.
 
-    regrow run --local 2 --nproc-per-node 2 examples/ddp_plain.py --steps 200 --snapshot /tmp/ddp.pt
+    torchrun --nproc-per-node 2 ddp_plain.py --steps 20
+    regrow run --local 2 --nproc-per-node 1 ddp_plain.py --steps 20
 
-It saves a snapshot every few steps, as such scripts do, and goes on from it when it is started again.
+Regrow restarts it after a crash with torchrun's environment (adoption level 0); it brings its own checkpoint.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -11,42 +14,45 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 
+@record
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--snapshot", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=5)
+    """Fit a small network to a fixed function."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--checkpoint", type=Path, default=Path("ddp_plain.pt"))
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
-
-    first = 0
-    if args.snapshot.exists():
-        saved = torch.load(args.snapshot, weights_only=True)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    first = 1
+    if args.checkpoint.exists():
+        saved = torch.load(args.checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
-        first = int(saved["step"])
-    if dist.get_rank() == 0:
-        print(f"start at step {first}, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", flush=True)
-    for step in range(first, args.steps):
-        generator = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
-        x = torch.randn(32, 16, generator=generator)
-        loss = (parallel(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"] + 1
+    dist.barrier()
+
+    for step in range(first, args.steps + 1):
+        generator = torch.Generator().manual_seed(step * world + rank)
+        x = torch.randn(32, 8, generator=generator)
+        loss = (model(x) - x.sin().sum(dim=1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0 and (step + 1) % args.every == 0:
-            part = args.snapshot.with_suffix(".part")
-            torch.save({"model": model.state_dict(), "step": step + 1}, part)
-            part.replace(args.snapshot)
-            print(f"step {step + 1} loss {loss.item():.4f}", flush=True)
+        if rank == 0:
+            part = args.checkpoint.with_suffix(".part")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+            part.replace(args.checkpoint)
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            print(f"step={step} loss={loss.item():.6f} world={world} restarts={restarts}", flush=True)
     dist.destroy_process_group()
 
 

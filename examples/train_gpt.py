@@ -1,0 +1,1 @@
+../src/regrow/demo/train_gpt.py
