@@ -77,6 +77,7 @@ class Launcher:
         self._generations: dict[tuple[str, int], protocol.GenerationState] = {}
         self._ready: protocol.Ready | None = None
         self._closing = False
+        self._spawning: asyncio.Future[subprocess.Popen[bytes]] | None = None
         self.spawned = asyncio.Event()
         """Set once this launcher had to start a shim itself."""
 
@@ -156,9 +157,13 @@ class Launcher:
     async def close(self, *, stop_shim: bool) -> None:
         """Leave the shim; with `stop_shim` tell it to end its workers and exit."""
         self._closing = True
-        if stop_shim and self._writer is not None:
+        if self._spawning is not None:
+            self._process = await self._spawning
+        if stop_shim and self._up.is_set():
             with contextlib.suppress(OperationalError):
                 await self._ask(protocol.ExitShim(id=0), 2.0)
+        elif stop_shim and self._process is not None:
+            self._process.kill()  # it was importing, or does not answer: no worker is lost that should live
         if self._writer is not None:
             self._writer.close()
         if stop_shim and self._process is not None:
@@ -182,7 +187,9 @@ class Launcher:
         self._settle()
         if _is_locked(self._options.state / "shim.lock"):
             return True
-        self._process = await asyncio.to_thread(self._spawn)
+        self._spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
+        self._process = await asyncio.shield(self._spawning)
+        self._spawning = None
         self.spawned.set()
         return False
 

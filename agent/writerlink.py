@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -69,9 +70,10 @@ class WriterLink:
 
     def stop(self) -> None:
         """SIGTERM: it finishes what it is writing, then exits."""
-        if self.pid:
+        started = self._process.pid if self._process is not None and self._process.poll() is None else 0
+        for pid in {self.pid, started} - {0}:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, 15)
+                os.kill(pid, signal.SIGTERM)
 
     async def reap(self, limit_seconds: float) -> None:
         """Wait for the end of a writer that this agent started; SIGKILL after the limit."""

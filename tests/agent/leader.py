@@ -68,14 +68,16 @@ class StubLeader:
                     node = message.node
                     if not self.accept:
                         writer.write(wire.encode(wire.Refused(reason="name is taken", retry=False)))
-                        continue
+                        await self._note(node, message)
+                        return
                     self._writers[node] = writer
                     writer.write(wire.encode(wire.Welcome(epoch=self.epoch, leader="s0", beat_seconds=0.1)))
                 await self._note(node, message)
         except OSError:
             pass
+        finally:
+            writer.close()
         await self._note(node, None)
-        writer.close()
 
     async def _note(self, node: str, message: Any) -> None:
         async with self._changed:

@@ -184,6 +184,8 @@ async def test_a_killed_agent_costs_no_worker(scene: Scene) -> None:
     exits = list(hello.running.exits) or list((await scene.leader.next(wire.WorkersExited, after=after)).exits)
     assert [(found.rank, found.signal) for found in exits] == [(1, 9)]
     scene.leader.order(wire.Acknowledge(job="toy", generation=1, ranks=(1,)))
+    scene.leader.order(wire.CollectStacks(job="toy", generation=1))
+    await scene.leader.next(wire.Output)  # orders are taken one after the other: the acknowledgement is in
     after = len(scene.leader.said)
     scene.leader.drop()
     hello = await scene.leader.next(wire.Hello, after=after)
