@@ -11,7 +11,7 @@ import msgspec
 
 from regrow.agent.health import xid as xids
 from regrow.agent.health.conditions import Book, clears_of, entry_of, state_of, with_evidence
-from regrow.agent.health.findings import Context, Finding, counters_of, lost, of_device
+from regrow.agent.health.findings import LASTING, Context, Finding, counters_of, lost, of_device
 from regrow.agent.health.history import MAX_AUDIT, MAX_TIMES, Cleared, Condition, DeviceHistory, History, XidCount
 from regrow.agent.health.policy import Policy
 from regrow.agent.health.sample import DeviceSample, NodeSample, XidEvent
@@ -200,11 +200,10 @@ class _Turn:
         before = self.known.get(one.device.uuid)
         if before is None:
             return None
-        return (
-            before
-            if before.boot_id == boot_id
-            else msgspec.structs.replace(before, counters=dict.fromkeys(before.counters, 0), links_up=())
-        )
+        if before.boot_id == boot_id:
+            return before
+        counters = {name: value if name in LASTING else 0 for name, value in before.counters.items()}
+        return msgspec.structs.replace(before, counters=counters, links_up=())
 
     def _age(self, one: DeviceSample) -> float:
         before = self.known.get(one.device.uuid)
@@ -242,7 +241,7 @@ class _Turn:
 
     def xids(self) -> None:
         """New XIDs: our own teardown and cascades are told apart from causes."""
-        batch = [self._placed(one) for one in xids.merge(self.seen.xids)]
+        batch = xids.merge(self._placed(one) for one in self.seen.xids)
         starts = [one for one in batch if xids.known(one.code).role == "initiating" and not self._ours(one)]
         for one in batch:
             row = xids.known(one.code)

@@ -32,6 +32,9 @@ COUNTERS = (
 )
 """Counters whose growth is evidence, by their name in the sample (links summed)."""
 
+LASTING = frozenset({"ecc_uncorrected_aggregate", "sram_uncorrected", "remapped_correctable", "remapped_uncorrectable"})
+"""Counters that a reboot does not start over: they live in the GPU's InfoROM."""
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Something wrong that a probe shows now. `kind` uses the words of `regrow health --classify` where they fit."""

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
-from regrow.agent.health.fake_nvml.control import FakeNvml
 
-DATA = Path(__file__).parent / "data"
+from regrow.agent.health.fake_nvml.control import FakeNvml
 
 
 @pytest.fixture
@@ -15,9 +13,3 @@ def fake(tmp_path: Path) -> FakeNvml:
     made = FakeNvml(tmp_path / "nvml.json")
     made.write(devices=4)
     return made
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    """Rows of a tab-separated table in tests/health/data."""
-    with (DATA / name).open(encoding="utf-8", newline="") as handle:
-        return list(csv.DictReader(handle, delimiter="\t", quoting=csv.QUOTE_NONE))

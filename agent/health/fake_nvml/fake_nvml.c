@@ -117,7 +117,7 @@ static int reload(void) { /* 1: there is a state; a file that is not JSON counts
     if (loaded && now.st_ino == seen.st_ino && now.st_size == seen.st_size && now.st_mtim.tv_sec == seen.st_mtim.tv_sec
         && now.st_mtim.tv_nsec == seen.st_mtim.tv_nsec) return 1;
     FILE *file = fopen(path, "r");
-    if (!file) { forget(); return 0; }
+    if (!file || fstat(fileno(file), &now)) { if (file) fclose(file); forget(); return 0; } /* it may be newer than what stat saw */
     char *text = calloc(1, (size_t)now.st_size + 1);
     size_t got = text ? fread(text, 1, (size_t)now.st_size, file) : 0;
     fclose(file);
@@ -511,6 +511,14 @@ int nvmlDeviceGetMemoryInfo(nvmlDevice_t device, struct memory *out) {
     if (!code) code = get(i, "memory_used_bytes", 0, &used);
     if (!code) { out->total = (ull)total; out->used = (ull)used; out->free = out->total - out->used; }
     return leave(code);
+}
+struct memory2 { uint_ version; ull total, reserved, free, used; };
+int nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, struct memory2 *out) {
+    struct memory plain = { 0 };
+    if (!out || out->version != 0x2000028) return VERSION_MISMATCH;
+    int code = nvmlDeviceGetMemoryInfo(device, &plain);
+    if (!code) { out->total = plain.total; out->reserved = 0; out->free = plain.free; out->used = plain.used; }
+    return code;
 }
 struct utilization { uint_ gpu, memory; };
 int nvmlDeviceGetUtilizationRates(nvmlDevice_t device, struct utilization *out) {
