@@ -130,7 +130,7 @@ def _incident(
             job,
             _change(last, generation_after=after, decided_at=at, restored_step=restored, marks={}, rung=seed.rung if seed else last.rung),
         )
-    if seed is None:
+    if seed is None or not seed.cause:
         return job
     if last is not None:
         job = with_incident(job, _change(last, closed=True))

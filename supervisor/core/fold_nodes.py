@@ -23,7 +23,9 @@ def liveness(
     view: View,
     event: e.NodeJoined | e.NodeDisconnected | e.NodeSilent | e.NodeHeard | e.LeaseExpired | e.SpareStoreChanged,
 ) -> View:
-    """Connections and silence."""
+    """Connections and silence. The first sign of life after none at all restarts everybody's grace."""
+    if isinstance(event, e.NodeJoined | e.NodeHeard) and len(view.nodes) > 1 and not any(node.reachable for node in view.nodes.values()):
+        view = _change(view, sighted_at=event.at)
     if isinstance(event, e.NodeJoined):
         return _joined(view, event)
     node = view.nodes.get(event.node)

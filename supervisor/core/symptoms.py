@@ -78,7 +78,7 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
     waiting: list[str] = []
     everyone_gone = len(view.nodes) > 1 and not any(node.reachable for node in view.nodes.values())
     for member in generation.members.values():
-        if all(worker.rank in finished for worker in member.workers):
+        if member.workers and all(worker.rank in finished for worker in member.workers):
             continue
         found, look = _of_member(view, job, generation, member, policy, now, failing=failing, everyone_gone=everyone_gone)
         symptoms += [found] if found is not None else []
@@ -189,7 +189,8 @@ def _gone(
     lost = Symptom(kind="node_lost", at=since, seen_at=since, cause="infrastructure", text=f"{name} {what}", node=name)
     if failing:
         return msgspec.structs.replace(lost, text=f"{name} {what} and its peers' workers failed"), None
-    progress = max(generation.progress_at or generation.created_at, since)
+    sighted = view.sighted_at if view.sighted_at is not None else since
+    progress = max(generation.progress_at or generation.created_at, since, sighted)
     limit = rates.stopped_limit(job, policy)
     due = max(progress + limit, since + policy.reconnect_seconds)
     if generation.adopted and not any(member.adopted for member in generation.members.values()):

@@ -272,6 +272,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Start of this leader's term."""
     next_seq: int = 1
     store_up: bool = True
+    sighted_at: float | None = None
+    """When the first node could be heard again after none could: until then the observer was at fault."""
     automation: bool = True
     nodes: dict[str, NodeView] = {}
     jobs: dict[str, JobView] = {}
