@@ -96,9 +96,13 @@ class Pipeline:
     ) -> None:
         self._first = any(index == 0 for index, _ in stages)
         self._last = any(index == num_stages - 1 for index, _ in stages)
+        self._stages = dict(stages)
+        self._kind, self._group, self._num_stages, self._loss_fn = kind, group, num_stages, loss_fn
+        self._micro_batch = micro_batch
         built: list[Any] = []
         for index, module in stages:
             source, hidden, output = _stream(module, micro_batch, cut_sequence, compute)
+            self._buffer = torch.empty_like(hidden, device=device, requires_grad=False)
             stage = PipelineStage(
                 module,
                 index,
@@ -115,20 +119,40 @@ class Pipeline:
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor | None:
         """Gradients of the summed loss; returns that loss on the rank that holds the last stage."""
-        return self._run(self._schedule.step, inputs, targets, {"key": keys, "return_outputs": False})
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Summed loss without gradients."""
-        with torch.no_grad():
-            return self._run(self._schedule.eval, inputs, targets, {})
-
-    def _run(self, call: Callable[..., object], inputs: Tensor, targets: Tensor, keywords: dict[str, Any]) -> Tensor | None:
         losses: list[Tensor] = []
         arguments = (inputs,) if self._first else ()
-        if self._last:
-            keywords = keywords | {"target": targets, "losses": losses}
-        call(*arguments, **keywords)
+        ends: dict[str, Any] = {"target": targets, "losses": losses} if self._last else {}
+        self._schedule.step(*arguments, key=keys, return_outputs=False, **ends)
         return torch.stack([loss.detach().double() for loss in losses]).sum() if self._last else None
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Summed loss without gradients, one micro-batch after the other.
+
+        Not the schedule's own eval(): it fails for V-shaped schedules in torch 2.13 (it runs their backward actions), and
+        makes the other schedules set themselves up again.
+        """
+        losses = [
+            self._forward_one(source, target)
+            for source, target in zip(inputs.split(self._micro_batch), targets.split(self._micro_batch), strict=True)
+        ]
+        return torch.stack([loss.double() for loss in losses if loss is not None]).sum() if self._last else None
+
+    def _forward_one(self, x: Tensor, target: Tensor) -> Tensor | None:
+        for index in sorted(self._stages):
+            if index > 0 and index - 1 not in self._stages:
+                x = torch.empty_like(self._buffer)
+                dist.recv(x, group=self._group, group_src=self._owner(index - 1))
+            x = self._stages[index](x)
+            if index == self._num_stages - 1:
+                return self._loss_fn(x, target)
+            if index + 1 not in self._stages:
+                dist.send(x.contiguous(), group=self._group, group_dst=self._owner(index + 1))
+        return None
+
+    def _owner(self, stage: int) -> int:
+        size = dist.get_world_size(self._group)
+        return 2 * size - 1 - stage if self._kind.v_shaped and stage >= size else stage % size
 
 
 def _stream(module: nn.Module, micro_batch: int, cut_sequence: int, compute: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
