@@ -50,6 +50,10 @@ class Keeper(Protocol):
 class Watch(Protocol):
     """What looks at the state around an update: digest, at-rest check, chaos."""
 
+    def before_sync(self) -> str:
+        """Gradients are this rank's own still: name of the first parameter whose gradient is not finite, empty: none."""
+        ...
+
     def before_update(self) -> None:
         """Gradients are ready, nothing is written yet: the check at rest."""
         ...
@@ -65,6 +69,10 @@ class Watch(Protocol):
 
 class NoWatch:
     """Looks at nothing."""
+
+    def before_sync(self) -> str:
+        """No check."""
+        return ""
 
     def before_update(self) -> None:
         """No check."""
@@ -89,9 +97,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     compute_seconds: float | None = None
 
     @property
-    def finite(self) -> bool:
-        """False when a number that was given is infinite or NaN: such a state must not be published."""
-        return all(value is None or math.isfinite(value) for value in (self.loss, self.grad_norm))
+    def nonfinite(self) -> str:
+        """Name of a number that was given and is infinite or NaN: such a state must not be published. Empty: none."""
+        given = {"loss": self.loss, "grad_norm": self.grad_norm}
+        return next((name for name, value in given.items() if value is not None and not math.isfinite(value)), "")
 
 
 class StepLoop:
@@ -125,6 +134,7 @@ class StepLoop:
         self._began_cpu = time.process_time()
         self._computed: float | None = None
         self._synced_step = 0
+        self._nonfinite = ""
         self._last_exchange = (0, time.perf_counter())
 
     # --- position ---------------------------------------------------------------------------------------------
@@ -191,18 +201,21 @@ class StepLoop:
 
     def computed(self) -> None:
         """Own compute of this step is done, synchronisation follows."""
-        self._before_sync()
+        self._before_sync(own=True)
         self._computed = time.perf_counter() - self._began
 
     def before_update(self) -> None:
         """The optimizer is about to write. Safe to call more than once a step."""
-        self._before_sync()
+        self._before_sync(own=False)
         self.watch.before_update()
 
-    def _before_sync(self) -> None:
-        if self._synced_step != self.started:
-            self._synced_step = self.started
-            self.faults.before_sync(self.started, time.perf_counter() - self._began)
+    def _before_sync(self, *, own: bool) -> None:
+        """`own`: gradients are this rank's own still, so what is not finite was made here."""
+        if self._synced_step == self.started:
+            return
+        self._synced_step = self.started
+        self.faults.before_sync(self.started, time.perf_counter() - self._began)
+        self._nonfinite = self.watch.before_sync() if own else ""
 
     def complete(self, step: int, measures: Measures) -> None:
         """The boundary after `step`: the update is applied."""
@@ -220,14 +233,15 @@ class StepLoop:
         self._cadence.stepped(seconds)
         self._hear()
         self._report(step, measures, seconds)
-        self._boundary(step, measures)
+        self._boundary(step)
         self._num_applied += 1
         if self._num_applied == 1:
             self.passed("first_step", seconds)
 
     def _report(self, step: int, measures: Measures, seconds: float) -> None:
         digest, mismatch = self.watch.applied(step), self.watch.take_mismatch()
-        if mismatch or not measures.finite:
+        nonfinite, self._nonfinite = self._nonfinite or measures.nonfinite, ""
+        if mismatch or nonfinite:
             self._refuse = True
         environment = self._environment
         compute = measures.compute_seconds if measures.compute_seconds is not None else self._computed
@@ -245,20 +259,21 @@ class StepLoop:
                 tokens=measures.tokens,
                 digest=digest,
                 at_rest_mismatch=mismatch,
+                nonfinite=nonfinite,
             ),
-            droppable=not mismatch,
+            droppable=not (mismatch or nonfinite),
         )
 
     # --- agreement --------------------------------------------------------------------------------------------
 
-    def _boundary(self, step: int, measures: Measures) -> None:
+    def _boundary(self, step: int) -> None:
         last = step == self.total
         if not last and not self._control.due(step):
             return
         agreed = self._control.agreed()
         wait = last or bool(agreed.stop)
         if agreed.save or wait:
-            self._save(step, agreed, wait=wait, finite=measures.finite)
+            self._save(step, agreed, wait=wait)
         if agreed.stop:
             self.stopped = True
         if not wait:
@@ -288,11 +303,11 @@ class StepLoop:
 
     # --- saving -----------------------------------------------------------------------------------------------
 
-    def _save(self, step: int, agreed: Words, *, wait: bool, finite: bool) -> None:
+    def _save(self, step: int, agreed: Words, *, wait: bool) -> None:
         if self.keeper is None or self._last_saved == step:
             self._want_save = False
             return
-        report = self._attempt(step, agreed, wait=wait, finite=finite)
+        report = self._attempt(step, agreed, wait=wait)
         self._link.send(report)
         if report.outcome != "snapshot":
             self.num_skipped_saves += 1
@@ -304,7 +319,7 @@ class StepLoop:
         if wait and not agreed.refuse:
             self._await_durable(step, report)
 
-    def _attempt(self, step: int, agreed: Words, *, wait: bool, finite: bool) -> wire.SaveReport:
+    def _attempt(self, step: int, agreed: Words, *, wait: bool) -> wire.SaveReport:
         """All ranks come to the same answer, except for what is known on one rank only: then its shard stays missing and
         nobody commits."""
         environment, keeper = self._environment, self.keeper
@@ -314,7 +329,7 @@ class StepLoop:
             reason = "a rank refuses: its state is not finite, or its memory changed at rest"
         elif agreed.busy and not wait:
             reason = "a rank has no room for another snapshot: the one before is not durable yet"
-        elif not finite or self._refuse:
+        elif self._refuse:
             outcome, reason = "failed", "the state of this rank is not finite, or its memory changed at rest"
         if reason:
             return wire.SaveReport(

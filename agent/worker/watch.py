@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from regrow.agent.worker.chaos import Faults
-from regrow.agent.worker.digest import Digester, Digests
+from regrow.agent.worker.digest import Digester, Digests, local_part
 
 REPLICA_AXES = frozenset(("pp", "tp"))
 """Mesh axes whose shards differ by right between ranks that a digest compares; sharded over any other, nothing is compared."""
@@ -68,6 +68,15 @@ class StateWatch:
         self._rest: tuple[Digests, Digests] | None = None
         self._mismatch = ""
         self.num_checks = 0
+
+    def before_sync(self) -> str:
+        """Name of the first parameter whose own gradient is not finite; empty when all are, or checks are off."""
+        if not self._every:
+            return ""
+        found = [(name, local_part(parameter.grad)) for name, parameter in named_parameters(self._modules) if parameter.grad is not None]
+        if not found or bool(torch.isfinite(torch.stack([gradient.detach().sum(dtype=torch.float32) for _, gradient in found]).sum())):
+            return ""
+        return next((name for name, gradient in found if not bool(torch.isfinite(gradient).all())), "")
 
     def before_update(self) -> None:
         """Compare with the digest that was taken after the update before. Once a step; later calls do nothing."""

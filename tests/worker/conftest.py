@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -105,13 +106,74 @@ class FakeAgent:
                         self._connections[message.rank] = connection
 
 
+class Rank:
+    """A forked rank; the same few calls as subprocess.Popen."""
+
+    def __init__(self, pid: int, zygote: Zygote) -> None:
+        self.pid = pid
+        self._zygote = zygote
+
+    def poll(self) -> int | None:
+        return self._zygote.ended.get(self.pid)
+
+    def wait(self, limit: float = LIMIT) -> int:
+        wait_for(lambda: self.pid in self._zygote.ended, f"rank of pid {self.pid} ends", limit)
+        return self._zygote.ended[self.pid]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Zygote:
+    """The process that ranks are forked from, for the whole session."""
+
+    def __init__(self) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+        )
+        self.ended: dict[int, int] = {}
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        self._answers.get(timeout=LIMIT)
+
+    def fork(self, **request: Any) -> Rank:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        return Rank(self._answers.get(timeout=LIMIT)["pid"], self)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._thread.join(20)
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "code" in message:
+                self.ended[message["pid"]] = message["code"]
+            else:
+                self._answers.put(message)
+
+
 class World:
     """A generation of ranks that run one script of tests/worker/scripts. `wait` gives what each wrote as JSON."""
 
-    def __init__(self, folder: Path, agent: FakeAgent) -> None:
+    def __init__(self, folder: Path, agent: FakeAgent, zygote: Zygote) -> None:
         self.folder = folder
         self.agent = agent
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._zygote = zygote
+        self.processes: list[Rank] = []
         self._store: Any = None
 
     def start(
@@ -126,6 +188,7 @@ class World:
         policy: wire.CheckpointPolicy | None = None,
         batch: tuple[int, int] = (12, 2),
         supervised: bool = True,
+        commit: Callable[[wire.GenerationSpec], None] | None = None,
     ) -> World:
         import torch.distributed as dist
 
@@ -148,14 +211,14 @@ class World:
         job = wire.JobSpec(job="toy", argv=(script,), seed=11, checkpoint=policy or wire.CheckpointPolicy(path=str(self.folder / "ckpt")))
         (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
         (folder / "job.json").write_bytes(msgspec.json.encode(job))
+        if commit is not None:
+            commit(spec)
         self.processes = [
             self._spawn(script, folder, rank, spec, supervised=supervised, extra=env or {}) for rank in range(shape.world_size)
         ]
         return self
 
-    def _spawn(
-        self, script: str, folder: Path, rank: int, spec: wire.GenerationSpec, *, supervised: bool, extra: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, script: str, folder: Path, rank: int, spec: wire.GenerationSpec, *, supervised: bool, extra: dict[str, str]) -> Rank:
         env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("REGROW_", "TORCHELASTIC_"))},
             "OMP_NUM_THREADS": "1",
@@ -178,9 +241,7 @@ class World:
                 "REGROW_SPEC": str(folder / "spec.json"),
                 "REGROW_JOB_SPEC": str(folder / "job.json"),
             }
-        log = (folder / f"rank{rank}.out").open("wb")
-        with log:
-            return subprocess.Popen([sys.executable, str(SCRIPTS / script)], env=env | extra, stdout=log, stderr=log, cwd=folder)
+        return self._zygote.fork(script=str(SCRIPTS / script), env=env | extra, cwd=str(folder), log=str(folder / f"rank{rank}.out"))
 
     def codes(self, limit: float = LIMIT) -> list[int]:
         """Exit codes, all within one deadline."""
@@ -198,10 +259,17 @@ class World:
 
     def close(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.kill()
+        for process in self.processes:
+            process.wait(20)
         self._store = None
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -213,7 +281,7 @@ def agent(tmp_path: Path) -> Iterator[FakeAgent]:
 
 
 @pytest.fixture
-def world(tmp_path: Path, agent: FakeAgent) -> Iterator[World]:
-    made = World(tmp_path, agent)
+def world(tmp_path: Path, agent: FakeAgent, zygote: Zygote) -> Iterator[World]:
+    made = World(tmp_path, agent, zygote)
     yield made
     made.close()

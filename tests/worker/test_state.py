@@ -1,0 +1,165 @@
+"""The training state through a real checkpoint writer: saved by the step loop, restored by the next generation."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.worker.conftest import SCRIPTS, FakeAgent, World, wait_for
+
+from regrow import wire
+from regrow.ckpt import catalog
+from regrow.ckpt.commit import Collector, write_record
+from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController
+
+OFTEN = 0.05
+NEVER = 3000.0
+
+
+class Writer:
+    """A writer process, and the committing agent's half in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = str(folder / "w.sock")
+        self._log = (folder / "writer.log").open("ab")
+        command = [sys.executable, "-m", "regrow.ckpt.writer", "--socket", self.socket, "--state", str(folder / "w")]
+        self.process = subprocess.Popen(command, stderr=self._log)
+        wait_for(lambda: Path(self.socket).exists(), "the writer listens")
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._collectors: dict[int, Collector] = {}
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def commit(self, spec: wire.GenerationSpec) -> None:
+        self._collectors[spec.generation] = Collector(spec)
+        if not self._thread.is_alive():
+            self._connection.connect(self.socket)
+            self._connection.sendall(wire.encode(ControllerHello(node="a")))
+            self._thread.start()
+
+    def close(self) -> None:
+        self._connection.close() if not self._thread.is_alive() else self._connection.shutdown(socket.SHUT_RDWR)
+        self.process.terminate()
+        self.process.wait(20)
+        if self._thread.is_alive():
+            self._thread.join(20)
+        self._connection.close()
+        self._log.close()
+
+    def _follow(self) -> None:
+        with self._connection.makefile("rb") as stream:
+            for line in stream:
+                message = wire.decode(line, ToController)
+                if not isinstance(message, wire.ShardsDurable | wire.ShardsFailed):
+                    continue
+                collected = self._collectors[message.generation].add(message)
+                if collected.pending is not None:
+                    write_record(collected.pending, written_at=time.time())
+                self._connection.sendall(wire.encode(Acknowledged(job=message.job, generation=message.generation, step=message.step)))
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    made = Writer(tmp_path)
+    yield made
+    made.close()
+
+
+def start(world: World, writer: Writer, *, interval: float, generation: int = 1, **settings: Any) -> None:
+    folder = world.folder / "ckpt"
+    policy = wire.CheckpointPolicy(path=str(folder), min_interval_seconds=min(interval, 1.0), max_interval_seconds=max(interval, 1.0))
+    if interval == NEVER:
+        policy = wire.CheckpointPolicy(path=str(folder), min_interval_seconds=NEVER)
+    env = {"REGROW_WRITER": writer.socket, "REGROW_CHECKPOINT": str(folder), **settings.pop("env", {})}
+    world.start("drawn.py", generation=generation, env=env, policy=policy, commit=writer.commit, **settings)
+
+
+def newest(world: World) -> wire.RestorePoint:
+    entry = wait_for(lambda: catalog.newest_restorable(world.folder / "ckpt"), "a committed checkpoint")
+    return entry.restore_point()
+
+
+def test_every_rank_gets_its_own_streams_back(world: World, writer: Writer, agent: FakeAgent) -> None:
+    """Case G05 on TP2 x PP2: each generator of each rank goes on as if nothing had happened; learning rates bit for bit."""
+    start(world, writer, interval=NEVER, mesh="dp=1,tp=2,pp=2", env={"STEPS": "8", "SAVE_AT": "3", "STEP_SECONDS": "0.2"})
+    twin = world.wait()
+    draws = [tuple(entry["draws"][index] for entry in result["log"]) for result in twin for index in range(4)]
+    assert len(set(draws)) == 16, "no two streams are alike"
+    entries = wait_for(
+        lambda: [one for one in catalog.scan(world.folder / "ckpt") if one.state == "restorable" and one.step < 8], "step 4 or 5"
+    )
+    point = entries[0].restore_point()
+    assert point.step in (4, 5)
+    start(world, writer, interval=NEVER, generation=2, mesh="dp=1,tp=2,pp=2", restore=point, env={"STEPS": "8"})
+    again = world.wait(generation=2)
+    for before, after in zip(twin, again, strict=True):
+        assert after["restored"] == point.step
+        assert after["log"] == before["log"][point.step :]
+
+
+def test_the_end_is_durable(world: World, writer: Writer) -> None:
+    """The last step is saved whatever the interval says, and the loop ends when it is on storage."""
+    start(world, writer, interval=NEVER, world_size=2, env={"STEPS": "5"})
+    assert [result["stopped"] for result in world.wait()] == [False, False]
+    assert newest(world).step == 5
+    assert newest(world).samples == 60
+
+
+def test_stop_order_saves_and_ends(world: World, writer: Writer, agent: FakeAgent) -> None:
+    start(world, writer, interval=NEVER, world_size=3, env={"STEPS": "1000000"})
+    wait_for(lambda: len(agent.steps(1)) >= 4, "steps")
+    agent.send(1, stop_after_save=True)
+    results = world.wait()
+    assert {result["stopped"] for result in results} == {True}
+    assert newest(world).step == results[0]["log"][-1]["step"] < 1_000_000
+
+
+def test_damaged_checkpoint_ends_with_75(world: World, writer: Writer, agent: FakeAgent) -> None:
+    """The agent hears which step and why; the code tells the launcher that it is not the program's fault."""
+    start(world, writer, interval=NEVER, world_size=2, env={"STEPS": "3"})
+    world.wait()
+    point = newest(world)
+    for shard in (world.folder / "ckpt" / point.directory).glob("*.safetensors"):
+        data = bytearray(shard.read_bytes())
+        for place in range(0, len(data), 64):
+            data[place] ^= 1
+        shard.write_bytes(data)
+    start(world, writer, interval=NEVER, generation=2, world_size=2, restore=point, env={"STEPS": "6"})
+    assert 75 in world.codes()
+    told = agent.of(wire.RestoreFailed)
+    assert told
+    assert told[0].step == 3
+    assert "Damaged" in told[0].problem
+
+
+def test_writer_that_dies_costs_a_save_not_a_step(world: World, writer: Writer, agent: FakeAgent) -> None:
+    start(world, writer, interval=OFTEN, world_size=1, env={"STEPS": "400"})
+    wait_for(lambda: len(agent.steps(0)) >= 3, "steps")
+    writer.process.kill()
+    writer.process.wait(20)
+    code = world.codes()[0]
+    assert agent.steps(0)[-1] == 400
+    assert code == 1, "the end could not be made durable, and that is said"
+    assert "did not become durable" in world.log(0)
+
+
+def test_standalone_resumes_from_its_folder(tmp_path: Path) -> None:
+    """`python drawn.py` twice: the second goes on where the first ended."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("REGROW_", "RANK", "WORLD_SIZE"))}
+    env |= {"OMP_NUM_THREADS": "1", "FOLDER": str(tmp_path / "ckpt"), "OUTPUT": str(tmp_path / "out.json")}
+    restored = []
+    for steps in ("4", "9"):
+        command = [sys.executable, str(SCRIPTS / "drawn.py")]
+        done = subprocess.run(command, env=env | {"STEPS": steps}, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / "out.json").read_text())
+        restored.append((result["restored"], result["log"][-1]["step"]))
+    assert restored == [(0, 4), (4, 9)]
