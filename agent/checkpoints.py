@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from regrow import wire
+from regrow.agent.cleaning import Cleaner
 from regrow.agent.commits import Committer
 from regrow.agent.config import AgentSettings
 from regrow.agent.layout import NodePaths
@@ -66,7 +67,7 @@ class Checkpoints:
         """Tell the writer to end."""
         self._link.stop()
 
-    def begin(self, spec: wire.GenerationSpec) -> None:
+    def begin(self, spec: wire.GenerationSpec, policy: wire.CheckpointPolicy) -> None:
         """A generation starts here, or is adopted: reports go where its record says."""
         if self._spec is not None and (self._spec.job, self._spec.generation) == (spec.job, spec.generation):
             return
@@ -75,7 +76,8 @@ class Checkpoints:
         previous.add_done_callback(self._ending.discard)
         self._spec, self._client, self._committer, self._work = spec, None, None, None
         if spec.committing_node == self._node:
-            self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle)
+            cleaner = Cleaner(spec, policy, self._store, self._keys)
+            self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle, after_commit=cleaner.clean)
             self._work = asyncio.create_task(self._commit(self._committer), name="regrow-committer")
         elif spec.commit_address:
             self._client = PeerClient(spec.commit_address, self._settled)

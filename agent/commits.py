@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
@@ -45,7 +45,7 @@ class Committer:
         *,
         report: Callable[[wire.CheckpointChanged], None],
         settle: Callable[[Settled], None],
-        after_commit: Callable[[wire.GenerationSpec, Record], None] | None = None,
+        after_commit: Callable[[Record, str], Awaitable[None]] | None = None,
     ) -> None:
         self._spec = spec
         self._store = store
@@ -131,7 +131,7 @@ class Committer:
             self._tell(pending.step, "committed", pending=pending, record=record)
             self._conclude(pending.step, "committed", "")
             if self._after_commit is not None:
-                self._after_commit(self._spec, record)
+                await self._after_commit(record, pending.directory)
 
     async def _transact(self, pending: commit.PendingCommit, record: Record) -> None:
         value = msgspec.json.encode(commit.checkpoint_record(record, pending.directory))

@@ -47,6 +47,8 @@ class AgentSettings:
     """Modules that the shim imports besides torch, separated by commas."""
     fake_nvml: str = ""
     """State file of a fake NVML: its GPUs are taken for this node's (demo and tests)."""
+    kernel_log: str = "/dev/kmsg"
+    """Kernel log to follow for XIDs and machine checks; empty: none. Not followed with a fake NVML."""
     health_seconds: float = 5.0
     """Between two health probes; 0: none."""
 

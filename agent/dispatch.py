@@ -46,7 +46,7 @@ class Dispatcher:
 
     def adopted(self, order: wire.StartGeneration) -> None:
         """A generation that an earlier agent started is ours: commit for it when we are the one."""
-        self._agent.checkpoints.begin(order.spec)
+        self._agent.checkpoints.begin(order.spec, order.job_spec.checkpoint)
 
     async def run(self) -> None:
         """Carry out effects until cancelled."""
@@ -75,6 +75,7 @@ class Dispatcher:
             try:
                 match order:
                     case m.Kill():
+                        self._agent.health.note_kill()
                         pids = await self._agent.launcher.stop(order.job, order.generation, order.signal)
                         _log.info("signal=%d job=%s generation<=%d pids=%s", order.signal, order.job, order.generation, list(pids))
                     case m.Forget():
@@ -94,7 +95,7 @@ class Dispatcher:
         try:
             await asyncio.to_thread(layout.prepare, agent.paths, order)
             agent.exits.begin(spec.job, spec.generation)
-            agent.checkpoints.begin(spec)
+            agent.checkpoints.begin(spec, job.checkpoint)
             if job.preload and job.start_method == "warm":
                 problem = await agent.launcher.preload(job.preload)
                 if problem:

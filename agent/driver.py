@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 
@@ -27,6 +27,7 @@ from regrow.agent.nodeview import NodeView
 from regrow.agent.protocol import StoreChanged, WorkerEnded
 from regrow.agent.registry import Keys, Registry
 from regrow.agent.sockets import WorkerSocket
+from regrow.agent.watch import HealthSource, NoHealth
 from regrow.agent.workers import ExitReader
 from regrow.errors import OperationalError
 from regrow.ids import new_incarnation
@@ -37,39 +38,6 @@ _log = logging.getLogger("regrow.agent")
 _ADOPT_SECONDS = 5.0
 _REGISTER_SECONDS = 3.0
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class HealthSource(Protocol):
-    """Where verdicts on this node come from."""
-
-    def devices(self) -> tuple[wire.Device, ...]:
-        """GPUs as last seen."""
-        ...
-
-    def verdict(self) -> wire.HealthVerdict:
-        """The verdict now."""
-        ...
-
-    async def run(self, on_change: Callable[[wire.HealthVerdict], None]) -> None:
-        """Watch until cancelled; report changes of the verdict."""
-        ...
-
-
-class NoHealth:
-    """A node whose GPUs nobody looks at."""
-
-    def devices(self) -> tuple[wire.Device, ...]:
-        """None."""
-        return ()
-
-    def verdict(self) -> wire.HealthVerdict:
-        """Unknown."""
-        return wire.HealthVerdict()
-
-    async def run(self, on_change: Callable[[wire.HealthVerdict], None]) -> None:
-        """Nothing ever changes."""
-        del on_change
-        await asyncio.Event().wait()
 
 
 class Agent:
@@ -90,6 +58,7 @@ class Agent:
         self.dispatcher = Dispatcher(self)
         self.metrics = AgentMetrics(self)
         self.view = NodeView(self, incarnation=new_incarnation(), hardware_id=hardware_id(settings), boot_id=boot_id())
+        self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._quit: asyncio.Future[m.Quit] = asyncio.get_running_loop().create_future()
         self._first_contact = asyncio.Event()
@@ -112,8 +81,8 @@ class Agent:
         self._spawn("orders", self.dispatcher.run_shim_orders())
         self._spawn("exits", self.exits.run())
         self._spawn("checkpoints", self.checkpoints.run())
+        await asyncio.gather(self._await_shim(), self.health.prepare())
         self._spawn("health", self.health.run(self._health_changed))
-        await self._await_shim()
         self._spawn("leader", self.registry.follow_leader())
         self._spawn("beat", self.beat.run())
         self._spawn("register", self._register())
@@ -195,6 +164,7 @@ class Agent:
                 self._schedule_quit(effect)
             else:
                 self.dispatcher.put(effect)
+        self._note_busy()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -202,6 +172,12 @@ class Agent:
         if at is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, at - now) + 0.001, lambda: self.feed(m.Tick()))
+
+    def _note_busy(self) -> None:
+        busy = self.state.current is not None and bool(self.state.current.live)
+        if busy != self._busy:
+            self._busy = busy
+            self.health.note_busy(busy)
 
     def _schedule_quit(self, order: m.Quit) -> None:
         """After what was decided before it was done: the leader hears why."""

@@ -10,6 +10,7 @@ import sys
 
 from regrow.agent import driver
 from regrow.agent.config import AgentSettings
+from regrow.agent.watch import open_health
 from regrow.errors import ConfigurationError
 from regrow.processes import MARK, lifeline_fd
 from regrow.store.open import open_store
@@ -55,7 +56,7 @@ def _lock(settings: AgentSettings) -> int:
 async def _main(settings: AgentSettings) -> int:
     store = open_store(settings.store)
     try:
-        agent = driver.build(settings, store)
+        agent = driver.build(settings, store, open_health(settings))
         lifeline = lifeline_fd()
         if lifeline is not None:
             asyncio.get_running_loop().add_reader(lifeline, agent.cut)

@@ -1,0 +1,121 @@
+"""The agent's view of its own health: the monitor behind one small port, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from regrow.agent.config import AgentSettings
+from regrow.agent.health.monitor import HealthMonitor
+from regrow.wire import Device, HealthVerdict
+
+_PREPARE_SECONDS = 15.0
+_TEARDOWN_SECONDS = 15.0
+"""XIDs within this time of our own kill are its symptoms."""
+
+
+class HealthSource(Protocol):
+    """Where verdicts on this node come from."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """GPUs as last seen."""
+        ...
+
+    def verdict(self) -> HealthVerdict:
+        """The verdict now."""
+        ...
+
+    async def prepare(self) -> None:
+        """The first look; bounded in time."""
+        ...
+
+    async def run(self, on_change: Callable[[HealthVerdict], None]) -> None:
+        """Watch until cancelled; report changes of the verdict."""
+        ...
+
+    def note_kill(self) -> None:
+        """We kill workers now."""
+        ...
+
+    def note_busy(self, busy: bool) -> None:
+        """Whether workers run here."""
+        ...
+
+
+class NoHealth:
+    """A node that nobody looks at."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """None."""
+        return ()
+
+    def verdict(self) -> HealthVerdict:
+        """Unknown."""
+        return HealthVerdict()
+
+    async def prepare(self) -> None:
+        """Nothing to see."""
+
+    async def run(self, on_change: Callable[[HealthVerdict], None]) -> None:
+        """Nothing ever changes."""
+        del on_change
+        await asyncio.Event().wait()
+
+    def note_kill(self) -> None:
+        """Of no interest."""
+
+    def note_busy(self, busy: bool) -> None:
+        """Of no interest."""
+
+
+class MonitoredHealth:
+    """A `HealthMonitor` as source."""
+
+    def __init__(self, monitor: HealthMonitor) -> None:
+        self._monitor = monitor
+
+    def devices(self) -> tuple[Device, ...]:
+        """GPUs as last seen; `prepare` has seen them first."""
+        return self._monitor.devices()
+
+    def verdict(self) -> HealthVerdict:
+        """The verdict now."""
+        return self._monitor.verdict
+
+    async def prepare(self) -> None:
+        """The first look; a probe that hangs is a verdict as well."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PREPARE_SECONDS):
+                await self._monitor.prepare()
+
+    async def run(self, on_change: Callable[[HealthVerdict], None]) -> None:
+        """Watch until cancelled."""
+
+        async def report(verdict: HealthVerdict) -> None:
+            on_change(verdict)
+
+        await self._monitor.run(report)
+
+    def note_kill(self) -> None:
+        """Symptoms of teardown are no faults."""
+        self._monitor.note_teardown(_TEARDOWN_SECONDS)
+
+    def note_busy(self, busy: bool) -> None:
+        """A pending reset waits for an idle GPU."""
+        self._monitor.note_busy(busy)
+
+
+def open_health(settings: AgentSettings) -> HealthSource:
+    """The source that the settings ask for."""
+    if settings.health_seconds <= 0:
+        return NoHealth()
+    kernel_log = Path(settings.kernel_log) if settings.kernel_log else None
+    if kernel_log is not None and not os.access(kernel_log, os.R_OK):
+        kernel_log = None
+    fake = Path(settings.fake_nvml) if settings.fake_nvml else None
+    monitor = HealthMonitor(settings.state, period_seconds=settings.health_seconds, fake_state=fake, kmsg=None if fake else kernel_log)
+    return MonitoredHealth(monitor)
