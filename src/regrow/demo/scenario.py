@@ -93,7 +93,7 @@ class Scenario:
         rank = self._random.choice(self._ranks(node))
         mesh, known, step = self._mesh(), self._incident_ids(), self._step()
         self._view.note(f"fault: flipping one bit in the optimizer state of rank {rank} on {node}", "bold red")
-        await self._inject(node, "worker", rank, {"kind": "flip_bit", "target": "optimizer", "seed": self._random.randrange(1 << 30)})
+        await self._inject(node, "worker", rank, {"kind": "flip_bit", "where": "optimizer", "when": "rest", "bit": 22})
         done = await self._recovered(known, "the recovery from the flipped bit")
         return self._truth("sdc", node, done, step, mesh, self._mesh(), rank=rank)
 

@@ -233,8 +233,7 @@ async def _run(api: SupervisorClient, spec: wire.JobSpec, view: LiveView) -> tup
         return 0, document
     if interrupted:
         return INTERRUPTED, document
-    outcome = document.get("outcome") or {}
-    return int(outcome.get("exit_code") or 1), document
+    return 1, document
 
 
 def closing_line(document: dict[str, Any]) -> str:
