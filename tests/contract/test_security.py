@@ -85,6 +85,7 @@ async def test_tls_refuses_strangers_on_both_sides(secured: EmbeddedEtcd, certif
         strangers.append(open_store(f"{scheme}://{secured.endpoint}{options}", timeout=1.5))
     refused = await asyncio.gather(*(store.put("/a", b"stranger") for store in strangers), return_exceptions=True)
     assert [type(one) for one in refused] == [StoreUnavailable] * 3, refused
+    assert "cacert" in str(refused[0]), "an unknown authority is named as the likely cause"
     for store in strangers:
         await store.close()
 
