@@ -6,6 +6,9 @@ normalised by the global count of valid tokens and reduced by SUM, so the gradie
 
 from __future__ import annotations
 
+import itertools
+import math
+
 from regrow.errors import ConfigurationError
 
 
@@ -67,3 +70,19 @@ def largest_equal_dp(global_batch: int, micro_batch: int, most: int) -> int:
 def largest_divisor(number: int, most: int) -> int:
     """The largest divisor of `number` that is at most `most`."""
     return next(value for value in range(max(1, min(number, most)), 0, -1) if number % value == 0)
+
+
+def elastic_batch(most: int, micro_batches: tuple[int, ...]) -> int:
+    """The largest global batch, at most `most`, that suits the allowed micro-batches: a multiple of all of them if one fits
+    under the cap, else of as many as possible. The cap always holds.
+
+    Raises:
+        ConfigurationError: no micro-batch fits under the cap.
+    """
+    for size in range(len(micro_batches), 0, -1):
+        fitting = [most // math.lcm(*some) * math.lcm(*some) for some in itertools.combinations(micro_batches, size) if min(some) > 0]
+        if max(fitting, default=0) > 0:
+            return max(fitting)
+    raise ConfigurationError(
+        f"no micro-batch of {micro_batches} fits under a batch of {most}", where="--micro-batch", hint="use a smaller one"
+    )

@@ -23,10 +23,14 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     """Width of a GPU's matrices (hidden / TP^0.5) at which half of that efficiency is lost."""
     half_tokens: float = 100.0
     """Tokens of a micro-batch at which half of that efficiency is lost."""
+    half_expert: float = 256.0
+    """Width of an expert's matrices on a GPU (expert FFN, divided by TP where EP does not place whole experts)."""
     overlap: float = 0.8
     """Share of the compute next to it behind which data-parallel traffic hides."""
     tp_overlap: float = 0.15
     """Share of tensor-parallel traffic that hides behind matrix products."""
+    ep_overlap: float = 0.5
+    """Share of expert all-to-all traffic that hides behind computation; DualPipe is built to hide 0.9."""
     pp_overlap: float = 0.9
     """Share of stage boundaries that the steady 1F1B state hides."""
     step_overhead: float = 0.0
@@ -74,10 +78,14 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     """E = t_1 / (k t_k) at the same global batch: useful compute time without any parallel cost over step time."""
 
 
-def kernel_efficiency(constants: Constants, model: Model, tp: int, tokens: float) -> float:
-    """Share of peak of one layer's matrix products on one GPU: narrow slices and few tokens cost efficiency."""
+def kernel_efficiency(constants: Constants, model: Model, tp: int, tokens: float, *, ep: int = 1) -> float:
+    """Share of peak of one layer's matrix products on one GPU: narrow slices, narrow experts and few tokens cost efficiency."""
     width = model.hidden / tp**0.5
-    return constants.efficiency * width / (width + constants.half_width) * tokens / (tokens + constants.half_tokens)
+    share = constants.efficiency * width / (width + constants.half_width) * tokens / (tokens + constants.half_tokens)
+    if model.experts:
+        expert = model.expert_ffn / (tp if ep == 1 else 1)
+        share *= expert / (expert + constants.half_expert)
+    return share
 
 
 def recompute_factor(model: Model, recompute: str) -> float:
@@ -93,7 +101,7 @@ def recompute_factor(model: Model, recompute: str) -> float:
 def slice_seconds(model: Model, layers: tuple[int, ...], setup: Setup, inventory: Inventory, constants: Constants) -> Slice:
     """Cost of one micro-batch on the stage that takes longest."""
     tokens = float(setup.micro_batch) * model.seq / setup.cp
-    rate = inventory.device.peak_flops * kernel_efficiency(constants, model, setup.tp, tokens)
+    rate = inventory.device.peak_flops * kernel_efficiency(constants, model, setup.tp, tokens, ep=setup.ep)
     forward = shape.layer_forward_flops(model, tokens) / setup.tp / rate
     repeats = recompute_factor(model, setup.recompute)
     layer = forward * (3.0 + repeats)
@@ -109,7 +117,8 @@ def slice_seconds(model: Model, layers: tuple[int, ...], setup: Setup, inventory
     if setup.ep > 1:
         share = (model.layers - model.dense_layers) / model.layers
         volume = comm.ep_volume(model, setup.micro_batch, setup.ep, tp=setup.tp, cp=setup.cp) * share
-        ep = comm.ring_seconds(volume, 2, comm.link_for(inventory, setup.ep), rounds=4)
+        hidden = 0.9 if setup.schedule == "dualpipe" else constants.ep_overlap
+        ep = comm.ring_seconds(volume, 2, comm.link_for(inventory, setup.ep), rounds=4) * (1.0 - hidden)
     if setup.cp > 1:
         volume = comm.cp_volume(model, setup.micro_batch, setup.cp, setup.tp)
         cp = comm.ring_seconds(volume, setup.cp, comm.link_for(inventory, setup.tp * setup.cp), rounds=3)
@@ -186,9 +195,9 @@ def step_times(
     gradients, parameters = dp_seconds(model, part.layers, setup, inventory)
     hidden_behind = constants.overlap * part.compute
     if setup.zero >= 3:
-        # Parameters are gathered for every micro-batch, forward and backward, one layer ahead of its use.
-        gathered = count * max(0.0, parameters - hidden_behind)
-        dp = gathered + max(0.0, gradients - 0.66 * hidden_behind)
+        # Parameters are gathered for every micro-batch, forward and backward, one layer ahead of their use; gradients leave
+        # with the last one, behind the same compute.
+        dp = (count - 1) * max(0.0, parameters - hidden_behind) + max(0.0, parameters + gradients - hidden_behind)
         moved = count * parameters + gradients
     else:
         # ZeRO-2 keeps only its share of the gradients, so each micro-batch is reduced, not only the last one.
@@ -226,9 +235,12 @@ def _optimizer_seconds(model: Model, layers: int, setup: Setup, inventory: Inven
 
 
 def params_only_seconds(params: float, setup: Setup, inventory: Inventory, global_batch: int, seq: int, constants: Constants) -> float:
-    """A rough step time when only a parameter count is known: 6 N tokens at the constants' efficiency, plus the bubble."""
+    """A rough step time when only a parameter count is known: 6 N tokens at the constants' efficiency, plus the bubble.
+
+    Without a sequence length samples count as 2,048 tokens.
+    """
     gpus = setup.dp * setup.tp * setup.pp * setup.cp
-    even = 6.0 * params * global_batch * max(1, seq) / gpus / (inventory.device.peak_flops * constants.efficiency)
+    even = 6.0 * params * global_batch * (seq or 2048) / gpus / (inventory.device.peak_flops * constants.efficiency)
     slack = setup.micro_batches * setup.dp * setup.micro_batch / global_batch
     ratio = pipeline.bubble_ratio(setup.schedule, setup.pp, setup.micro_batches, setup.virtual)
     ranks = setup.dp * setup.cp

@@ -75,3 +75,9 @@ def factorisations(workers: int) -> Iterator[MeshShape]:
     for tp in divisors(workers):
         for pp in divisors(workers // tp):
             yield MeshShape(dp=workers // tp // pp, tp=tp, pp=pp)
+
+
+def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of a dimension's shards as torch.chunk makes them: ceil(n / k) each until nothing is left, then 0."""
+    each = -(-size // ranks)
+    return tuple(max(0, min(each, size - rank * each)) for rank in range(ranks))

@@ -104,7 +104,8 @@ def check(request: Request) -> None:
 def candidates(request: Request) -> Iterator[tuple[MeshShape, int]]:
     """Meshes and micro-batches to judge. DP is as large as nodes and batch allow, where it is not forced."""
     model, inventory = request.model, request.inventory
-    micros = [micro for micro in request.micro_batch or _MICRO_BATCHES if request.global_batch % micro == 0]
+    usual = _MICRO_BATCHES if model.known else (1,)
+    micros = [micro for micro in request.micro_batch or usual if request.global_batch % micro == 0]
     widest = min(inventory.gpus, inventory.nvlink_gpus)
     for tp in [request.tp] if request.tp else range(1, widest + 1) if model.known else legal.axis_sizes(model, widest):
         groups = inventory.tp_groups(tp)

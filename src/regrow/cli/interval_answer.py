@@ -13,6 +13,7 @@ from regrow.parallel import draw
 
 LLAMA3_RATE = 419 / (16384 * 54 * 24)
 """All-cause rate a GPU and hour of Llama 3 405B: 419 interruptions, 16,384 GPUs, 54 days (https://arxiv.org/abs/2407.21783)."""
+_MOST = 1e12
 _POSITIVE = ("failures_per_hour", "mtbf_hours", "rate_per_gpu_hour", "observed_hours", "gpus", "a", "b", "max_seconds", "keep")
 _NOT_NEGATIVE = (
     "save_seconds",
@@ -121,8 +122,10 @@ def _check(flags: dict[str, Any]) -> None:
         value = flags[name]
         if value is None:
             continue
-        if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
-            hint = "give a finite number above 0" if name in _POSITIVE else "give a finite number of at least 0"
+        # Beyond these limits no unit makes sense, and exponentials leave the range of floating point.
+        beyond = value > _MOST or 0 < value < 1 / _MOST
+        if not math.isfinite(value) or value < 0 or beyond or (value == 0 and name in _POSITIVE):
+            hint = f"give a number {'above' if name in _POSITIVE else 'of at least'} 0 and at most {_MOST:g}"
             if name in ("failures_per_hour", "rate_per_gpu_hour") and value == 0:
                 hint = "no failure seen is no rate of 0: use --observed-failures 0 --observed-hours H"
             raise ConfigurationError(f"{value}", where="--" + name.replace("_", "-"), hint=hint)
