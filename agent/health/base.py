@@ -136,6 +136,7 @@ class _Turn:
         self.kernel = dict(history.kernel)
         self.hung = history.hung_probes
         self.explained: list[str] = []
+        self.recent = history.recent
         self.status = seen.sample.status if seen.sample else "ok"
         self.boot_id = seen.sample.boot_id if seen.sample and seen.sample.boot_id else history.boot_id
         self.book.boot_id = self.boot_id
@@ -241,7 +242,7 @@ class _Turn:
 
     def xids(self) -> None:
         """New XIDs: our own teardown and cascades are told apart from causes."""
-        batch = xids.merge(self._placed(one) for one in self.seen.xids)
+        batch, self.recent = xids.merge((self._placed(one) for one in self.seen.xids), self.recent)
         starts = [one for one in batch if xids.known(one.code).role == "initiating" and not self._ours(one)]
         for one in batch:
             row = xids.known(one.code)
@@ -378,6 +379,7 @@ class _Turn:
             pending=self.book.pending,
             kernel=self.kernel,
             hung_probes=self.hung,
+            recent=self.recent,
             next_incident=self.book.next_incident,
             audit=tuple(self.book.audit[-MAX_AUDIT:]),
         )

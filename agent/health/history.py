@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from regrow.agent.health.xid import XidSeen
 from regrow.wire import Device
 
 MAX_AUDIT = 200
@@ -82,6 +83,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Findings that must last before they count: "uuid kind" -> since when."""
     kernel: dict[str, tuple[float, ...]] = {}
     """Class of kernel line -> when it came."""
+    recent: tuple[XidSeen, ...] = ()
+    """XIDs of the last seconds: the other source may tell the same one a moment later."""
     hung_probes: int = 0
     next_incident: int = 1
     audit: tuple[Cleared, ...] = ()

@@ -6,6 +6,7 @@ The agent daemon owns one. Nothing here acts: the verdict names the action, the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -262,7 +263,7 @@ class HealthMonitor:
             await report(verdict)
 
     async def _sleep(self) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), _TICK_SECONDS)
-        except TimeoutError:
-            return
+        # not wait_for: before Python 3.12 it can swallow a cancellation that comes together with the event
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TICK_SECONDS):
+                await self._wake.wait()

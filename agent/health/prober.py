@@ -99,8 +99,10 @@ class Prober:
         try:
             assert child.stdin is not None
             child.stdin.write(b"probe\n")
-            await asyncio.wait_for(self._up.wait(), _START_SECONDS)
-            sample = await asyncio.wait_for(self._answer, deadline_seconds)
+            async with asyncio.timeout(_START_SECONDS):
+                await self._up.wait()
+            async with asyncio.timeout(deadline_seconds):
+                sample = await self._answer
         except TimeoutError:
             started = self._up.is_set()
             await self._throw_away()
@@ -172,7 +174,8 @@ class Prober:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
         try:
-            await asyncio.wait_for(child.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await child.wait()
         except TimeoutError:
             log.warning("probe child does not die: pid=%d, held by the driver", child.pid)
             self._stuck.append(child)

@@ -116,24 +116,33 @@ def action_of(seen: XidSeen) -> str:
     return row.action
 
 
-def merge(events: Iterable[XidSeen], *, window_seconds: float = 5.0) -> list[XidSeen]:
-    """Deduplicate: one NVML event and one kernel line of the same XID on the same GPU within the window are one.
+MERGE_SECONDS = 5.0
+"""NVML and the kernel log tell the same XID within this time of each other."""
 
-    Two events of the same source stay two: repeats are evidence.
+
+def merge(events: Iterable[XidSeen], recent: Iterable[XidSeen] = ()) -> tuple[list[XidSeen], tuple[XidSeen, ...]]:
+    """Deduplicate: one NVML event and one kernel line of the same XID on the same GPU are one.
+
+    Two events of the same source stay two: repeats are evidence. `recent` are events that were counted before.
+
+    Returns:
+        The events that are new, and the `recent` for the next call.
     """
-    merged: list[XidSeen] = []
+    kept = list(recent)
+    num_known = len(kept)
     for event in sorted(events, key=lambda one: one.at):
-        twin = next((i for i in range(len(merged) - 1, -1, -1) if _twins(merged[i], event, window_seconds)), None)
+        twin = next((i for i in range(len(kept) - 1, -1, -1) if _twins(kept[i], event)), None)
         if twin is None:
-            merged.append(event)
+            kept.append(event)
         else:
-            merged[twin] = _joined(merged[twin], event)
-    return merged
+            kept[twin] = _joined(kept[twin], event)
+    newest = max((one.at for one in kept), default=0.0)
+    return kept[num_known:], tuple(one for one in kept if one.at >= newest - MERGE_SECONDS)
 
 
-def _twins(a: XidSeen, b: XidSeen, window: float) -> bool:
+def _twins(a: XidSeen, b: XidSeen) -> bool:
     same_gpu = (a.uuid and a.uuid == b.uuid) or (a.pci_bus_id and a.pci_bus_id == b.pci_bus_id)
-    return bool(same_gpu) and a.code == b.code and abs(b.at - a.at) <= window and {a.source, b.source} == {"nvml", "kernel"}
+    return bool(same_gpu) and a.code == b.code and abs(b.at - a.at) <= MERGE_SECONDS and {a.source, b.source} == {"nvml", "kernel"}
 
 
 def _joined(a: XidSeen, b: XidSeen) -> XidSeen:
