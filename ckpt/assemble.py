@@ -55,7 +55,7 @@ class Checkpoint:
             self._read_piece(piece, whole, item)
 
     def _read_piece(self, piece: Piece, whole: np.ndarray[Any, Any], item: int) -> None:
-        part = whole[tuple(slice(start, start + size) for start, size in zip(piece.target, piece.sizes, strict=True))]
+        part = whole[(*(slice(start, start + size) for start, size in zip(piece.target, piece.sizes, strict=True)), ...)]
         runs = byte_runs(piece, item)
         if len(runs) == 1:
             start, end = runs[0]

@@ -27,6 +27,7 @@ RECORD_NAME = "record.json"
 DAMAGED_NAME = "damaged.json"
 DCP_METADATA_NAME = ".metadata"
 
+_SEAL = re.compile(rb'"digest":"([0-9a-f]{32})"\}\n\Z')
 _DIRECTORY = re.compile(r"^step-(\d{12})-g(\d+)-([0-9a-z]+)$")
 
 
@@ -136,7 +137,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds by the clock of the committing node, for people."""
     facts: dict[str, Any] = {}
     digest: str = ""
-    """Of the record's own JSON with this field empty."""
+    """Of the file's bytes without these 32 digits. The last field."""
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
@@ -173,8 +174,10 @@ def read_record(directory: Path) -> Record:
         DamagedCheckpointError: the record is not intact, or of a newer format.
     """
     path = directory / RECORD_NAME
-    record = _decode(path.read_bytes(), Record, path)
-    if seal(record).digest != record.digest:
+    data = path.read_bytes()
+    record = _decode(data, Record, path)
+    sealed = _SEAL.search(data)
+    if sealed is None or digest(data[: sealed.start(1)] + data[sealed.end(1) :]) != record.digest:
         raise DamagedCheckpointError("its digest does not match its content", where=str(path), hint="use an older checkpoint")
     return record
 

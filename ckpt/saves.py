@@ -35,11 +35,18 @@ class Saves:
 
     def __init__(self) -> None:
         self._saves: dict[Key, Save] = {}
+        self._lost: dict[tuple[str, int], set[int]] = {}
 
     @property
     def writing_steps(self) -> tuple[int, ...]:
         """Steps with a write in progress."""
         return tuple(sorted({key[2] for key, save in self._saves.items() if save.writing}))
+
+    def joined(self, hello: ProducerHello) -> None:
+        """A producer is here (again). Earlier generations of its job are over."""
+        for token in [one for one in self._lost if one[0] == hello.job and one[1] < hello.generation]:
+            del self._lost[token]
+        self._lost.get((hello.job, hello.generation), set[int]()).discard(hello.rank)
 
     def submit(self, hello: ProducerHello, message: Submit, now: float) -> Save:
         """A rank's snapshot is complete. A submission that contradicts the others' fails the step."""
@@ -53,6 +60,10 @@ class Saves:
             save.failure = save.failure or f"rank {hello.rank} disagrees about directory or samples"
         if hello.rank in save.submitted:
             save.failure = save.failure or f"rank {hello.rank} submitted step {message.step} twice"
+        gone = self._lost.get(key[:2], set[int]()) & set(hello.local_ranks) - save.submitted
+        if gone:
+            save.failure = save.failure or f"rank {min(gone)} ended before its snapshot"
+            save.submitted |= gone
         save.submitted.add(hello.rank)
         save.writing.add(hello.rank)
         save.facts = {**save.facts, **message.facts}
@@ -74,7 +85,8 @@ class Saves:
         save.submitted.add(hello.rank)
 
     def lost(self, hello: ProducerHello) -> list[Key]:
-        """A producer is gone: steps that still wait for it fail. Returns those."""
+        """A producer is gone: steps that still wait for it fail, and all that others begin. Returns the former."""
+        self._lost.setdefault((hello.job, hello.generation), set()).add(hello.rank)
         found: list[Key] = []
         for key, save in self._saves.items():
             if key[:2] == (hello.job, hello.generation) and hello.rank not in save.submitted:

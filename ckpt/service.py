@@ -115,6 +115,7 @@ class Writer:
             channel.send(Rejected(reason=reason, fenced=True))
             return None
         self._tokens[hello.job] = token
+        self._saves.joined(hello)
         producer = Producer(channel, hello)
         self._producers.add(producer)
         log.info("producer job=%s generation=%d rank=%d", hello.job, hello.generation, hello.rank)
@@ -158,6 +159,8 @@ class Writer:
     def _lose(self, producer: Producer) -> None:
         self._producers.discard(producer)
         self._take_back(producer)
+        if any(other.hello == producer.hello for other in self._producers):
+            return  # it connected again before its first connection was seen to end
         for key in self._saves.lost(producer.hello):
             self._start(self._finish(key))
 

@@ -115,7 +115,7 @@ class _Run:
             if path.name == DAMAGED_NAME:
                 self._found(path.name, "damaged", path.read_text(encoding="utf-8", errors="replace").strip())
             elif path.name not in known and not path.name.endswith(".tmp"):
-                if path.is_file() and path.open("rb").read(1) == b"\x80":
+                if path.is_file() and _starts_like_a_pickle(path):
                     self._found(path.name, "pickle", "a pickle that nobody committed: loading it could run code; Regrow never reads it")
                 else:
                     self._found(path.name, "unknown", "not part of this checkpoint; left alone")
@@ -192,6 +192,11 @@ class _Run:
                 if any(entry.kind == "shards" and entry.digest == actual_digest for entry in record.files):
                     return other.name
         return ""
+
+
+def _starts_like_a_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1) == b"\x80"
 
 
 def scan_file(path: Path, rank: RankManifest, block_bytes: int, count: Callable[[int], None] | None) -> RankManifest:

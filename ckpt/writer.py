@@ -46,12 +46,13 @@ def _listen(path: Path) -> socket.socket | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.connect(str(path))
         return None
-    path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
+    early = path.with_name(f"{path.name}.{os.getpid()}")  # the name appears when connections are accepted
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
+    listener.bind(str(early))
     listener.listen(128)
     listener.setblocking(False)
+    early.rename(path)
     return listener
 
 

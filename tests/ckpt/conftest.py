@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,35 +26,40 @@ from regrow.ids import MeshShape
 from regrow.wire import GenerationSpec, RestorePoint, ShardsDurable, ShardsFailed
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "support"))  # ckpt_small, ckpt_synthetic: --import-mode=importlib finds no siblings
 DEADLINE_SECONDS = 90.0
 
 
 class WriterProcess:
     """A `regrow.ckpt.writer` of its own."""
 
-    def __init__(self, folder: Path, name: str, faults: str = "") -> None:
+    def __init__(self, folder: Path, name: str, faults: str = "", lifeline: int | None = None) -> None:
         self.socket = str(folder / f"{name}.sock")
         self.state = folder / name
-        self._faults = faults
+        self.faults = faults
+        self._lifeline = lifeline
         self.process: subprocess.Popen[bytes] | None = None
 
-    async def start(self) -> None:
-        environment = {**os.environ, "REGROW_CKPT_FAULTS": self._faults}
+    def start(self) -> None:
+        environment = {**os.environ, "REGROW_CKPT_FAULTS": self.faults}
+        passed = () if self._lifeline is None else (self._lifeline,)
+        if self._lifeline is not None:
+            environment["REGROW_LIFELINE"] = str(self._lifeline)
+        Path(self.socket).unlink(missing_ok=True)
         command = [sys.executable, "-m", "regrow.ckpt.writer", "--socket", self.socket, "--state", str(self.state)]
-        self.log = open(f"{self.socket}.log", "ab")  # noqa: SIM115
-        self.process = subprocess.Popen(command, env=environment, stderr=self.log)
+        with open(f"{self.socket}.log", "ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stderr=log, pass_fds=passed)
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not Path(self.socket).exists():
             assert self.process.poll() is None
             assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+            time.sleep(0.02)
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(number)
             self.process.wait(20)
-        self.log.close()
         return self.process.returncode
 
 
@@ -62,7 +68,7 @@ class Committer:
 
     def __init__(self, spec: GenerationSpec) -> None:
         self.collector = Collector(spec)
-        self.outcomes: asyncio.Queue[Collected] = asyncio.Queue()
+        self.outcomes: defaultdict[str, asyncio.Queue[Collected]] = defaultdict(asyncio.Queue)
         self.messages: list[ShardsDurable | ShardsFailed] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._controls: list[WriterControl] = []
@@ -81,14 +87,10 @@ class Committer:
                 if outcome.pending is not None:
                     await asyncio.to_thread(write_record, outcome.pending, written_at=time.time())
                 await control.acknowledge(message)
-                self.outcomes.put_nowait(outcome)
+                self.outcomes[outcome.kind].put_nowait(outcome)
 
     async def until(self, kind: str) -> Collected:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while True:
-                outcome = await self.outcomes.get()
-                if outcome.kind == kind:
-                    return outcome
+        return await asyncio.wait_for(self.outcomes[kind].get(), DEADLINE_SECONDS)
 
     async def close(self) -> None:
         for control in self._controls:
@@ -172,10 +174,45 @@ async def writers(short_path: Path) -> AsyncIterator[list[WriterProcess]]:
     """Two nodes' writers."""
     made = [WriterProcess(short_path, f"w{number}") for number in range(2)]
     for writer in made:
-        await writer.start()
+        await asyncio.to_thread(writer.start)
     yield made
     for writer in made:
         assert writer.kill(signal.SIGTERM) == 0
+
+
+@pytest_asyncio.fixture
+async def make_writer(short_path: Path) -> AsyncIterator[Any]:
+    """Makes writers with faults."""
+    made: list[WriterProcess] = []
+
+    async def make(faults: str = "", lifeline: int | None = None) -> WriterProcess:
+        writer = WriterProcess(short_path, f"w{len(made)}", faults, lifeline)
+        made.append(writer)
+        await asyncio.to_thread(writer.start)
+        return writer
+
+    yield make
+    for writer in made:
+        writer.kill()
+
+
+@pytest.fixture
+def make_producer(tmp_path: Path) -> Iterator[Any]:
+    """Makes torch-free producers, on two ranks of one node unless told otherwise."""
+    from ckpt_producer import Producer
+
+    made: list[Any] = []
+
+    def make(writer: WriterProcess, folder: Path = tmp_path, *, connect: bool = True, **options: Any) -> Any:
+        producer = Producer(writer.socket, folder, **{"local_ranks": (0, 1), **options})
+        made.append(producer)
+        if connect:
+            producer.connect()
+        return producer
+
+    yield make
+    for producer in made:
+        producer.sink.close()
 
 
 @pytest_asyncio.fixture

@@ -176,7 +176,7 @@ def run_phase(phase: dict) -> dict:
                 result = run_rank(phase, rank)
                 (folder / f"result-{phase['generation']}-{rank}.json").write_text(json.dumps(result))
                 code = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the rank's exit code tells
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()

@@ -1,0 +1,260 @@
+"""From reports to records: the collector as tables, records under kill -9, fences, one order of all checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from ckpt_synthetic import commit, shard, simple, spec_of, write_shards
+
+from regrow.ckpt import catalog, retention
+from regrow.ckpt.commit import Collector, checkpoint_record, write_record
+from regrow.ckpt.manifest import read_record
+from regrow.ckpt.retention import Retention, prune
+from regrow.ckpt.verify import verify
+from regrow.errors import FencedError, OperationalError
+from regrow.wire import ShardFile, ShardsDurable, ShardsFailed
+
+
+def report(step=1, ranks=(0, 1), node="n0", **changes) -> ShardsDurable:
+    files = tuple(ShardFile(rank=rank, name=f"r{rank}", size_bytes=1, digest="d") for rank in ranks)
+    values = {
+        "job": "job", "epoch": 1, "generation": 1, "step": step, "node": node, "directory": f"/c/step-{step}", "ranks": ranks,
+        "world_size": 4, "samples": step * 8, "files": files, "manifest": f"node-{node}.json", "manifest_digest": "m", "num_bytes": 10,
+    }  # fmt: skip
+    return ShardsDurable(**{**values, **changes})
+
+
+def failed(step=1, node="n1") -> ShardsFailed:
+    return ShardsFailed(job="job", generation=1, step=step, node=node, reason="disk full")
+
+
+@pytest.mark.parametrize(("messages", "kinds"), [
+    ([report(), report(ranks=(2, 3), node="n1")], ["waiting", "complete"]),
+    ([report(), report(), report(ranks=(2, 3), node="n1"), report()], ["waiting", "waiting", "complete", "duplicate"]),
+    ([report(), failed(), report(ranks=(2, 3), node="n1")], ["waiting", "void", "void"]),
+    ([failed(), report()], ["void", "void"]),
+    ([report(generation=2), report(epoch=2), report(job="other")], ["refused", "refused", "refused"]),
+    ([report(), report(ranks=(1, 2), node="n1")], ["waiting", "void"]),
+    ([report(), report(ranks=(2, 3), node="n1", directory="/c/elsewhere")], ["waiting", "void"]),
+    ([report(), report(ranks=(2, 3), node="n1", samples=9)], ["waiting", "void"]),
+    ([report(world_size=2)], ["void"]),
+    ([report(files=())], ["void"]),
+    ([report(), report(manifest_digest="other")], ["waiting", "void"]),
+    ([report(1), report(2), report(2, (2, 3), "n1"), report(1, (2, 3), "n1")], ["waiting", "waiting", "complete", "void"]),
+    ([report(2), report(1), report(1, (2, 3), "n1"), report(2, (2, 3), "n1")], ["waiting", "waiting", "complete", "complete"]),
+])  # fmt: skip
+def test_all_ranks_or_none(messages, kinds):
+    collector = Collector(spec_of(4))
+    assert [collector.add(message).kind for message in messages] == kinds
+
+
+def test_what_the_collector_tells():
+    collector = Collector(spec_of(4))
+    assert collector.add(report(1)).missing == (2, 3)
+    assert collector.open_steps == {1: (2, 3)}
+    collector.add(report(2))
+    outcome = collector.add(report(2, (2, 3), "n1"))
+    assert outcome.superseded == (1,)
+    assert outcome.pending is not None
+    assert (outcome.pending.num_bytes, outcome.pending.samples, len(outcome.pending.reports)) == (20, 16, 2)
+    assert collector.open_steps == {}
+
+
+KILL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import msgspec
+from ckpt_synthetic import commit, spec_of
+from regrow.wire import ShardsDurable
+commit(spec_of(1), msgspec.json.decode(sys.argv[2].encode(), type=ShardsDurable))
+"""
+
+
+@pytest.mark.parametrize("name", [".metadata", "record.json"])
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "sync"])
+def test_a_committer_killed_at_any_call_can_be_repeated(tmp_path, name, call):
+    simple(tmp_path, 1, world=1)
+    spec = spec_of(1)
+    held = [[shard("model.w", (6, 4), (1,), (0,), 0)]]
+    import numpy as np
+
+    message = write_shards(tmp_path, 2, spec, held, {"model.w": np.ones((6, 4), np.float32)})
+    environment = {**os.environ, "REGROW_CKPT_FAULTS": f"publish.{name}.{call}:kill"}
+    support = str(Path(__file__).parent / "support")
+    command = [sys.executable, "-c", KILL, support, msgspec.json.encode(message).decode()]
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    assert entry.step == (2 if (name, call) == ("record.json", "sync") else 1)
+    assert verify(Path(entry.directory)).valid
+    record = commit(spec, message)
+    assert record.step == 2
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    assert (entry.step, entry.sequence, entry.record_digest) == (2, 2, record.digest)
+    assert verify(Path(entry.directory)).valid
+    assert checkpoint_record(record, entry.directory).record_digest == entry.restore_point().record_digest
+
+
+def test_a_shard_that_is_not_what_was_reported_is_not_committed(tmp_path):
+    import numpy as np
+
+    spec = spec_of(1)
+    message = write_shards(tmp_path, 1, spec, [[shard("w", (4,), (1,), (0,), 0)]], {"w": np.ones(4, np.float32)})
+    pending = Collector(spec).add(message).pending
+    assert pending is not None
+    with (Path(message.directory) / "rank-00000.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(OperationalError, match=r"rank-00000\.safetensors is not what node n0 reported"):
+        write_record(pending, written_at=0.0)
+    assert catalog.newest_restorable(tmp_path) is None
+
+
+def test_an_older_generation_cannot_publish_after_a_later_one(tmp_path):
+    """A03 on storage: generation 2 was formed from step 10; generation 1 wakes up with step 20."""
+    first = simple(tmp_path, 10, generation=1)
+    point = catalog.read_entry(first).restore_point()
+    simple(tmp_path, 12, generation=2, restore=point)
+    with pytest.raises(FencedError, match="generation 1 may not publish"):
+        simple(tmp_path, 20, generation=1)
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    assert (entry.step, entry.generation) == (12, 2)
+
+
+def test_one_order_whatever_wrote_them(tmp_path):
+    """F13: another mesh, a new cluster that counts generations from 1 again, a roll-back: the newest commit wins."""
+    simple(tmp_path, 100, generation=7, world=4)
+    point = catalog.newest_restorable(tmp_path)
+    assert point is not None
+    simple(tmp_path, 200, generation=8, world=2, restore=point.restore_point())
+    resharded = catalog.newest_restorable(tmp_path)
+    assert resharded is not None
+    assert resharded.step == 200
+    simple(tmp_path, 210, generation=1, world=3, nonce="new", restore=resharded.restore_point())
+    newest = catalog.newest_restorable(tmp_path)
+    assert newest is not None
+    assert (newest.step, newest.generation) == (210, 1)
+    assert newest.parent is not None
+    assert newest.parent.directory == resharded.name
+    simple(tmp_path, 150, generation=9, world=3, restore=point.restore_point())
+    rolled_back = catalog.newest_restorable(tmp_path)
+    assert rolled_back is not None
+    assert rolled_back.step == 150
+    assert catalog.highest_generation(tmp_path) == 9
+    older = catalog.newest_restorable(tmp_path, not_after_step=120)
+    assert older is not None
+    assert older.step == 100
+
+
+def test_nothing_valid_although_something_was_expected_is_an_error(tmp_path):
+    """F03: the sole checkpoint is damaged. Unfinished ones before the first commit are no reason to stop."""
+    assert catalog.decide_restore(tmp_path / "not-there") is None
+    with pytest.raises(OperationalError, match="was expected and none can be restored"):
+        catalog.decide_restore(tmp_path / "not-there", expected=True)
+    (tmp_path / "step-000000000001-g1-abc").mkdir()
+    assert catalog.decide_restore(tmp_path) is None
+    directory = simple(tmp_path, 5)
+    (directory / "rank-00001.safetensors").unlink()
+    with pytest.raises(OperationalError, match=r"rank-00001\.safetensors is missing") as caught:
+        catalog.decide_restore(tmp_path)
+    assert "fresh start" in caught.value.hint
+    assert catalog.decide_restore(tmp_path, fresh_start=True) is None
+    assert directory.is_dir()
+
+
+def test_a_damaged_one_is_set_aside_and_the_next_older_is_taken(tmp_path):
+    simple(tmp_path, 1)
+    directory = simple(tmp_path, 2)
+    catalog.set_aside(directory, "rank 1 found a wrong block")
+    catalog.set_aside(directory, "again")
+    entry = catalog.decide_restore(tmp_path)
+    assert entry is not None
+    assert entry.step == 1
+    damaged = catalog.scan(tmp_path)[0]
+    assert (damaged.state, damaged.problem) == ("damaged", "was set aside: rank 1 found a wrong block")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
+def test_a_folder_that_cannot_be_listed_is_an_error_for_users(tmp_path):
+    tmp_path.chmod(0o000)
+    with pytest.raises(OperationalError, match="cannot be listed"):
+        catalog.scan(tmp_path)
+
+
+def test_a_listing_error_is_an_error(tmp_path):
+    """F09: never read as 'no checkpoints'."""
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    with pytest.raises(OperationalError, match="cannot be listed"):
+        catalog.scan(file)
+
+
+def test_names_decide_nothing(tmp_path):
+    """F01: a later directory without a record, a pointer file and a renamed copy change nothing."""
+    directory = simple(tmp_path, 3)
+    (tmp_path / "step-000000000009-g1-abc").mkdir()
+    (tmp_path / "latest").write_text("step-000000000009-g1-abc")
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    assert entry.step == 3
+    directory.rename(tmp_path / "step-000000000077-g1-moved")
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    assert entry.step == 3
+
+
+def test_retention_keeps_what_it_must_and_touches_nothing_else(tmp_path):
+    """F05: strange names, leftovers of this and of older generations, the live step, missing folder."""
+    assert prune(tmp_path / "missing", Retention(), generation=1) == []
+    for step in range(1, 7):
+        simple(tmp_path, step * 10, generation=2)
+    strangers = ["step-abc", "step-12.tmp", "notes", "step-000000000001"]
+    for name in strangers:
+        (tmp_path / name).mkdir()
+    for name in ("step-000000000005-g1-abc", "step-000000000015-g2-abc", "step-000000000070-g2-abc"):
+        (tmp_path / name).mkdir()
+    protected = "step-000000000020-g2-abc"
+    choices = prune(tmp_path, Retention(keep_last=2, keep_every_steps=30), generation=2, protected={protected})
+    gone = {choice.name for choice in choices if not choice.keep}
+    assert gone == {"step-000000000010-g2-abc", "step-000000000040-g2-abc", "step-000000000005-g1-abc", "step-000000000015-g2-abc"}
+    left = {path.name for path in tmp_path.iterdir()}
+    kept = {f"step-{step:012d}-g2-abc" for step in (20, 30, 50, 60, 70)}
+    assert left == {*strangers, *kept}
+    assert [entry.step for entry in catalog.scan(tmp_path) if entry.state == "restorable"] == [60, 50, 30, 20]
+
+
+def test_the_newest_restorable_is_never_removed(tmp_path):
+    simple(tmp_path, 1)
+    damaged = simple(tmp_path, 2)
+    catalog.set_aside(damaged, "test")
+    prune(tmp_path, Retention(keep_last=0), generation=5)
+    assert {entry.step: entry.state for entry in catalog.scan(tmp_path)} == {2: "damaged", 1: "restorable"}
+
+
+def test_an_interrupted_removal_is_finished_later(tmp_path):
+    directory = simple(tmp_path, 1)
+    simple(tmp_path, 2)
+    directory.rename(tmp_path / f"{retention._TRASH}{directory.name}-0badcafe")
+    (tmp_path / f"{retention._TRASH}mine").mkdir()
+    prune(tmp_path, Retention(), generation=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000000000002-g1-abc", f"{retention._TRASH}mine"}
+
+
+def test_the_record_certifies_itself(tmp_path):
+    directory = simple(tmp_path, 1)
+    path = directory / "record.json"
+    document = json.loads(path.read_bytes())
+    document["step"] = 2
+    path.write_text(json.dumps(document))
+    entry = catalog.read_entry(directory)
+    assert (entry.state, "digest does not match" in entry.problem) == ("damaged", True)
+    assert read_record is not None
