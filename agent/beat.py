@@ -115,12 +115,9 @@ class BeatConnection:
         if leader == self._leader:
             return
         _log.info("leader=%s epoch=%d beat=%s", leader.supervisor, leader.epoch, leader.beat_address)
-        moved = self._leader is not None and leader.beat_address != self._leader.beat_address
         self._leader = leader
         self._pause = 0.0
         self._changed.set()
-        if moved and self._writer is not None:
-            self._writer.close()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send now, or when there is a leader."""
@@ -144,22 +141,31 @@ class BeatConnection:
                         await asyncio.sleep(0.005)
 
     async def run(self) -> None:
-        """Connect, serve, and again, until cancelled."""
+        """Connect, serve, and again, until cancelled. A new leader record ends the session with the old one at once."""
         while True:
-            leader = self._leader
-            if leader is None:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            try:
-                await self._session(leader)
-            except (OSError, TimeoutError, msgspec.MsgspecError, asyncio.IncompleteReadError, ValueError) as error:
-                _log.info("no beat connection to %s: %s", leader.beat_address, error or type(error).__name__)
             self._changed.clear()
-            self._pause = min(_BACKOFF_SECONDS[1], max(_BACKOFF_SECONDS[0], self._pause * 2))
+            leader = self._leader
+            if leader is not None:
+                await self._serve_until_changed(leader)
+                self._pause = min(_BACKOFF_SECONDS[1], max(_BACKOFF_SECONDS[0], self._pause * 2))
+            pause = None if leader is None else self._pause * random.uniform(0.7, 1.3)  # noqa: S311  # spreads a crowd, guards nothing
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause * random.uniform(0.7, 1.3)):  # noqa: S311  # spreads a crowd, guards nothing
+                async with asyncio.timeout(pause):
                     await self._changed.wait()
+
+    async def _serve_until_changed(self, leader: wire.LeaderRecord) -> None:
+        session = asyncio.create_task(self._session(leader), name="regrow-beat-session")
+        changed = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait((session, changed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            session.cancel()
+            changed.cancel()
+            (ended, _) = await asyncio.gather(session, changed, return_exceptions=True)
+        if isinstance(ended, OSError | TimeoutError | msgspec.MsgspecError | ValueError):
+            _log.info("no beat connection to %s: %s", leader.beat_address, ended or type(ended).__name__)
+        elif isinstance(ended, Exception):
+            raise ended
 
     async def _session(self, leader: wire.LeaderRecord) -> None:
         host, _, port = leader.beat_address.rpartition(":")

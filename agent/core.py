@@ -237,6 +237,8 @@ def _exited(state: m.NodeState, event: m.Exited, at: float) -> m.Outcome:
     for found in event.exits:
         if found.rank in local.exits or found.rank not in local.ranks:
             continue
+        if event.lost and local.stage == "stopping":
+            found = _change(found, torn_down=True)
         new[found.rank] = _judge(local, found, attached=found.rank in event.attached or found.rank in local.attached)
     local = _change(local, exits=local.exits | new)
     effects: list[m.Effect] = []

@@ -33,6 +33,7 @@ class Dispatcher:
         self._environ = dict(os.environ if environ is None else environ)
         self._effects: asyncio.Queue[m.Effect | Callable[[], None]] = asyncio.Queue()
         self._shim_orders: asyncio.Queue[_ShimOrder] = asyncio.Queue()
+        self._unfenced = ""
         self._background: set[asyncio.Task[None]] = set()
 
     def put(self, effect: m.Effect) -> None:
@@ -86,13 +87,20 @@ class Dispatcher:
                 _log.error("shim: %s", error.what)
 
     async def _persist(self, found: m.Fences) -> None:
-        """A disk that takes no fences takes no workers either: the agent ends rather than acting unfenced."""
-        await asyncio.to_thread(fences.save, self._agent.paths.fences, found)
+        """A disk that takes no fences takes no workers either: what is ordered meanwhile is refused."""
+        try:
+            await asyncio.to_thread(fences.save, self._agent.paths.fences, found)
+            self._unfenced = ""
+        except OSError as error:
+            self._unfenced = f"fences cannot be written to {self._agent.paths.fences}: {error.strerror}"
+            _log.error("%s", self._unfenced)
 
     async def _launch(self, order: wire.StartGeneration) -> None:
         agent, spec, job = self._agent, order.spec, order.job_spec
         began = time.monotonic()
         try:
+            if self._unfenced:
+                raise OperationalError(self._unfenced, where="--state", hint="free space, or repair the disk")
             await asyncio.to_thread(layout.prepare, agent.paths, order)
             agent.exits.begin(spec.job, spec.generation)
             agent.checkpoints.begin(spec, job.checkpoint)

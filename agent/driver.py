@@ -264,12 +264,15 @@ class Agent:
         return generation < self.state.fences.highest(job)
 
     def _exited(self, event: m.Exited) -> None:
-        for found in event.exits:
+        self.feed(event)
+        local = self.state.current
+        judged = local.exits if local is not None and local.generation == event.generation else {}
+        for told in event.exits:
+            found = judged.get(told.rank, told)
             _log.info(
                 "exit job=%s generation=%d rank=%d pid=%d code=%d signal=%d torn_down=%s declared_end=%s",
                 *(event.job, event.generation, found.rank, found.pid, found.exit_code, found.signal, found.torn_down, found.declared_end),
             )
-        self.feed(event)
         self.beat.beat_soon()
 
     def _said(self, message: Any) -> None:

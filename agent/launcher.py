@@ -28,7 +28,7 @@ from regrow.processes import LIFELINE, lifeline_fd
 _log = logging.getLogger("regrow.agent.launcher")
 
 SOCKET_NAME = "shim.sock"
-_REPLY_SECONDS = 15.0
+_REPLY_SECONDS = 5.0
 _START_SECONDS = 180.0
 """A start waits for the shim's imports, which take seconds on an idle machine and a minute on a loaded one."""
 

@@ -153,6 +153,8 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     exits: tuple[wire.WorkerExit, ...]
     attached: frozenset[int] = frozenset()
+    lost: bool = False
+    """They died with their shim; when we were stopping them, so much the better."""
 
 
 class Adopted(msgspec.Struct, frozen=True, kw_only=True):

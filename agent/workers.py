@@ -65,7 +65,7 @@ class ExitReader:
         attached = frozenset(
             worker.rank for worker in item.workers if (word := words.get(worker.local_rank)) is not None and word.sequence > 0
         )
-        return m.Exited(job=item.job, generation=item.generation, exits=found, attached=attached)
+        return m.Exited(job=item.job, generation=item.generation, exits=found, attached=attached, lost=bool(item.lost))
 
     def _describe(self, item: _Ended, worker: WorkerState, word: Progress | None) -> WorkerExit:
         if item.lost:

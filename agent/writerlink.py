@@ -36,13 +36,14 @@ class WriterLink:
         self._on_report = on_report
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
         self.pid = 0
         """Pid of the writer that serves now; 0: none."""
 
     async def run(self) -> None:
-        """Keep a writer connected until cancelled."""
+        """Keep a writer connected until cancelled or stopped."""
         pause = _RETRY_SECONDS
-        while True:
+        while not self._closing:
             try:
                 reader, writer = await asyncio.open_unix_connection(str(self._path), limit=wire.MAX_MESSAGE_BYTES)
             except OSError:
@@ -69,7 +70,8 @@ class WriterLink:
             self._writer.write(wire.encode(Acknowledged(job=job, generation=generation, step=step)))
 
     def stop(self) -> None:
-        """SIGTERM: it finishes what it is writing, then exits."""
+        """SIGTERM: it finishes what it is writing, then exits. No other is started."""
+        self._closing = True
         started = self._process.pid if self._process is not None and self._process.poll() is None else 0
         for pid in {self.pid, started} - {0}:
             with contextlib.suppress(ProcessLookupError):
