@@ -14,7 +14,7 @@ VOCAB_MULTIPLE = 128
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only transformer. Sizes in elements; zero layers: only `params` is known."""
+    """A decoder-only transformer. Sizes in elements; zero hidden size: only `params`, and perhaps layers, are known."""
 
     layers: int = 0
     hidden: int = 0
@@ -167,7 +167,7 @@ def make(**given: float | bool | str | None) -> Model:
             raise ConfigurationError(f"{key} is {value}", where=_flag(key), hint="sizes cannot be negative")
     sizes = {key: value if isinstance(value, bool | str) else int(value) for key, value in values.items()}
     model = msgspec.convert(sizes, Model)
-    if model.layers or model.hidden or model.heads:
+    if model.hidden or model.heads or (model.layers and not model.params):
         return _complete(model, values)
     if not model.params:
         raise ConfigurationError(

@@ -373,3 +373,9 @@ def test_hsdp_and_offload_and_recipes(regrow: Regrow) -> None:
     assert state("--zero", 0, "--gpu-memory-gb", 200, "--optimizer", "8bit") == pytest.approx(70.0)
     assert state("--zero", 0, "--gpu-memory-gb", 200, "--optimizer", "fp32") == pytest.approx(112.0)
     assert state("--zero", 0, "--offload", "optimizer") == pytest.approx(28.0)
+
+
+def test_layers_beside_a_parameter_count_are_split_over_stages(regrow: Regrow) -> None:
+    code, document, _ = regrow("plan", "--params", 7e9, "--layers", 30, "--nodes", 1, "--tp", 1, "--pp", 4, "--global-batch", 16)
+    assert code == 0
+    assert document["best"]["layers_per_stage"] == [7, 8, 8, 7]

@@ -78,6 +78,7 @@ def plan(request: Request, made: Plan) -> dict[str, Any]:
             "total": used.total,
         },
         "memory_detail": {"fullest_stage": used.stage, "buffers": used.parts, "host_bytes": used.host, "recipe": setup.recipe.name}
+        | _shards(request, made)
         | _activation(request, made),
         "bubble_fraction": made.bubble_fraction,
         "bubble_ratio": pipeline.bubble_ratio(setup.schedule, setup.pp, most, setup.virtual),
@@ -92,6 +93,16 @@ def plan(request: Request, made: Plan) -> dict[str, Any]:
         "gpus_idle": made.gpus_idle,
         "reason": made.reason,
     } | _times(request, made)
+
+
+def _shards(request: Request, made: Plan) -> dict[str, Any]:
+    """Whether ZeRO's shares are whole; torch pads or leaves the last ranks shorter, which changes memory by one share at most."""
+    ranks = memory.shard_groups(made.setup)[0]
+    if made.zero_stage == 0 or not request.model.layers:
+        return {}
+    rows = {name: size for name, size in (("hidden", request.model.hidden), ("ffn", request.model.ffn)) if size}
+    uneven = [f"{name} {size} over {ranks}" for name, size in rows.items() if size % ranks]
+    return {"zero_ranks": ranks, "uneven_shards": uneven}
 
 
 def _activation(request: Request, made: Plan) -> dict[str, Any]:
