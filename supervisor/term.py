@@ -30,6 +30,7 @@ from regrow.supervisor.steps import Steps
 log = logging.getLogger("regrow.supervisor")
 
 _LOOK_SECONDS = 0.1
+_LEAST_SLEEP_SECONDS = 0.001
 
 
 class Term:
@@ -111,7 +112,7 @@ class Term:
                 if not self._queue:
                     self._wake.clear()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(max(0.0, until - self._now())):
+                        async with asyncio.timeout(max(_LEAST_SLEEP_SECONDS, until - self._now())):
                             await self._wake.wait()
         finally:
             self._closed = True

@@ -33,7 +33,7 @@ def _move_on(view: View, record: QuarantineRecord, policy: Policy, now: float, d
     if moved is not None:
         draft.act(a.SetQuarantine(record=moved), because=f"{record.key}: {record.state} -> {moved.state}")
         return
-    draft.look(quarantine.due_at(record, node, policy))
+    draft.look(quarantine.due_at(record, node, policy, now))
 
 
 def _condemn(view: View, node: NodeView, policy: Policy, now: float, draft: Draft) -> None:

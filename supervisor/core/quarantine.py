@@ -117,8 +117,13 @@ def next_state(record: QuarantineRecord, node: NodeView | None, policy: Policy, 
     return None
 
 
-def due_at(record: QuarantineRecord, node: NodeView | None, policy: Policy) -> float | None:
-    """When `next_state` may change by time alone."""
+def due_at(record: QuarantineRecord, node: NodeView | None, policy: Policy, now: float) -> float | None:
+    """When `next_state` may change by time alone; None: only by an event (an old cool-down waits for a good verdict)."""
+    due = _due_at(record, node, policy)
+    return due if due is not None and due > now else None
+
+
+def _due_at(record: QuarantineRecord, node: NodeView | None, policy: Policy) -> float | None:
     if record.state == "burn_in":
         return max(record.since, node.joined_at) + policy.burn_in_seconds if node is not None and node.reachable else None
     return None if record.state == "healthy" else record.until

@@ -84,7 +84,7 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
         symptoms += [found] if found is not None else []
         if look is not None and found is None:
             looks.append(look[0])
-            waiting.append(look[1])
+            waiting += [look[1]] if look[1] else []
     return Findings(symptoms=tuple(symptoms), look_at=min(looks) if looks else None, waiting="; ".join(waiting[:3]))
 
 

@@ -76,6 +76,7 @@ class World:
         result = turn(self.view, events, self.policy, self.now)
         self.view = result.view
         self.wake_at = result.decision.wake_at
+        assert self.wake_at is None or self.wake_at > self.now, result.decision
         broken = check(self.view)
         assert not broken, broken
         self.log.append((self.now, result.decision))
