@@ -274,7 +274,7 @@ class StepLoop:
         wait = last or bool(agreed.stop)
         if agreed.save or wait:
             self._save(step, agreed, wait=wait)
-        if agreed.stop:
+        if agreed.stop and not last:
             self.stopped = True
         if not wait:
             self._control.start(step, self._words(step))
@@ -364,13 +364,17 @@ class StepLoop:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Declare that training has reached its end on this rank: after it an exit with 0 is a success."""
+        """Declare that training has reached its end on this rank: after it an exit with 0 is a success.
+
+        A loop that was asked to stop is not at its end: it says "stopped", and an exit with 0 is a success only for who asked.
+        """
         if self.finished:
             return
         self.finished = True
         self._control.agreed()
         self._control.start(self.step, Words())
         self._control.agreed()  # a barrier: no rank leaves while a peer still needs its connections
-        self.passed("finished", stopped=self.stopped)
-        self.phase("finished")
+        self.passed("stopped" if self.stopped else "finished")
+        if not self.stopped:
+            self.phase("finished")
         self._link.drain(2.0)

@@ -90,6 +90,8 @@ def test_signal_to_one_rank_stops_all_at_one_step(world: World, agent: FakeAgent
     assert {result["stopped"] for result in results} == {True}
     steps = {result["step"] for result in results}
     assert len(steps) == 1
+    assert {line.phase for line in agent.of(wire.WorkerPhase)} == {"imported", "rendezvous", "first_step", "stopped"}
+    assert "finished" not in {word.phase for word in read_progress(tmp_path / "g1" / "progress")}, "it was asked to stop, it is not done"
     step = steps.pop()
     assert all(result["saved"][-1] == step for result in results)
     assert {tuple(result["saved"]) for result in results} == {tuple(results[0]["saved"])}
