@@ -119,18 +119,19 @@ def activation_terms(model: Model) -> Activation:
     """Terms of one layer in 16 bits.
 
     Classic: 34 = 10 outside + 8 attention + 16 MLP, and 5 a s / h (https://arxiv.org/abs/2205.05198, section 4.1).
-    Gated (no dropout): outside 8; attention 2 q + 4 KV share + 2; MLP gate, up and product 6 f/h with fused SwiGLU; MoE
-    counts the chosen and shared experts and 4 per chosen expert for dispatched inputs and outputs.
+    Gated (no dropout), as eager torch keeps it: outside 8; attention 2 q, 4 x KV share, 4 for its output in two layouts; MLP
+    gate, up, silu(gate) and product 8 f/h (a fused SwiGLU keeps 6); MoE counts the chosen and shared experts and 4 per
+    chosen expert for dispatched inputs and outputs. tests/parallel/test_torch_memory.py compares with torch's own count.
     """
     h = model.hidden
     wide = model.heads * model.head_dim / h
     rows = model.heads * model.seq / h
     if not model.gated:
         return Activation(outside=10.0, inside=8.0 + 4.0 * model.ffn / h, mlp=4.0 * model.ffn / h, quadratic=5.0 * rows)
-    attention = 4.0 * wide + 4.0 * wide * model.kv_heads / model.heads
+    attention = 6.0 * wide + 4.0 * wide * model.kv_heads / model.heads
     sparse = (model.layers - model.dense_layers) / model.layers if model.experts else 0.0
-    experts = 6.0 * model.expert_ffn / h * (model.experts_per_token + model.shared_experts)
-    mlp = (1.0 - sparse) * 6.0 * model.ffn / h + sparse * experts
+    experts = 8.0 * model.expert_ffn / h * (model.experts_per_token + model.shared_experts)
+    mlp = (1.0 - sparse) * 8.0 * model.ffn / h + sparse * experts
     dispatch = sparse * 4.0 * model.experts_per_token
     return Activation(outside=8.0 + dispatch, inside=attention + mlp, mlp=mlp, quadratic=2.0 * rows)
 

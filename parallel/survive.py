@@ -16,6 +16,11 @@ from regrow.parallel.planner import Row, plan
 from regrow.parallel.search import Plan, Request
 
 
+_MARGIN = 0.05
+"""Share of the repair time that a new TP or PP must save to be chosen. Ours: the model ranks plans, it is off by more than
+that, and a change of DP alone is the smaller risk."""
+
+
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """What a change of mesh costs besides bytes. Seconds and bytes a second; defaults are ours, to be replaced by measured ones."""
 
@@ -108,7 +113,7 @@ def after_loss(request: Request, before: Plan, lost: int, recovery: Recovery) ->
         found[-1] = _with_loss(found[-1], before, recovery)
     found.append(_with_loss(_wait(recovery), before, recovery))
     found.sort(key=lambda option: option.lost_seconds)
-    return Answer(lost_nodes=lost, options=tuple(found), verdict=_verdict(found, before, request))
+    return Answer(lost_nodes=lost, options=tuple(found), verdict=_verdict(found, before, request, recovery))
 
 
 def _option(name: str, before: Plan, made: Plan, recovery: Recovery, reason: str) -> Option:
@@ -169,21 +174,26 @@ def _reroute(before: Plan, lost: int, gpus_per_node: int) -> Option:
     )
 
 
-def _verdict(options: list[Option], before: Plan, request: Request) -> str:
+def _verdict(options: list[Option], before: Plan, request: Request, recovery: Recovery) -> str:
     real = [option for option in options if option.name in ("shrink", "re-plan", "wait")]
     by_name = {option.name: option for option in real}
-    chosen = real[0]
-    text = f"{chosen.name}: loses {chosen.lost_seconds:.0f} s of full-speed training until the repair"
     shrink, replan = by_name.get("shrink"), by_name.get("re-plan")
+    chosen = real[0]
+    gain = shrink.lost_seconds - replan.lost_seconds if shrink and replan else 0.0
+    if shrink is not None and chosen is replan and gain < _MARGIN * recovery.repair_seconds:
+        chosen = shrink
+    text = f"{chosen.name}: loses {chosen.lost_seconds:.0f} s of full-speed training until the repair"
     if shrink is None:
         return text + "; TP and PP as they are do not fit what is left"
     share = 1.0 - before.step_seconds / shrink.step_seconds
     scale = f"dropping replicas costs {share:.1%} of {request.inventory.gpus} GPUs' speed"
     if replan is None:
         return f"{text}; {scale}, and no other TP or PP would be faster"
-    if chosen.name == "shrink":
-        return f"{text}; {scale}: new TP or PP would not pay back {replan.transition_seconds:.0f} s of re-sharding"
-    return f"{text}; {scale}: new TP or PP saves {shrink.lost_seconds - replan.lost_seconds:.0f} s more than it costs"
+    if chosen is replan:
+        return f"{text}; {scale}: new TP or PP saves {gain:.0f} s more than it costs"
+    if gain > 0:
+        return f"{text}; {scale}: new TP or PP would save {gain:.0f} s, less than {_MARGIN:.0%} of the repair time"
+    return f"{text}; {scale}: new TP or PP would not pay back {replan.transition_seconds:.0f} s of re-sharding"
 
 
 class Spares(msgspec.Struct, frozen=True, kw_only=True):
