@@ -35,7 +35,7 @@ _MCE_UNCORRECTED = 1 << 61
 """Bit UC of IA32_MCi_STATUS (Intel SDM volume 3, chapter 16)."""
 
 BROKEN_PART, PROGRAM, WATCH = 3, 2, 1
-_PROGRAM_ACTIONS = frozenset(
+PROGRAM_ACTIONS = frozenset(
     {"restart_app", "fix_code", "replay_step", "restart_app_track_node", "resume_later", "free_space", "follow_action"}
 )
 
@@ -58,7 +58,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
             return 0
         if self.action == "watch":
             return WATCH
-        return PROGRAM if self.action in _PROGRAM_ACTIONS else BROKEN_PART
+        return PROGRAM if self.action in PROGRAM_ACTIONS else BROKEN_PART
 
 
 class FileVerdict(msgspec.Struct, frozen=True, kw_only=True):
