@@ -15,7 +15,6 @@ from regrow.parallel import memory
 from regrow.parallel.planner import Row, plan
 from regrow.parallel.search import Plan, Request
 
-
 _MARGIN = 0.05
 """Share of the repair time that a new TP or PP must save to be chosen. Ours: the model ranks plans, it is off by more than
 that, and a change of DP alone is the smaller risk."""
