@@ -60,7 +60,7 @@ class Checkpoints:
         """Let the writer finish what it writes, then end."""
         self._link.stop()
         await self._link.reap(6.0)
-        await self._end_generation()
+        await self._end_generation(self._client, self._work)
         await self._server.close()
 
     def stop_writer(self) -> None:
@@ -89,9 +89,8 @@ class Checkpoints:
         await committer.remember_fence()
         await committer.run()
 
-    async def _end_generation(self, client: PeerClient | None = None, work: asyncio.Task[None] | None = None) -> None:
-        client = client or self._client
-        work = work or self._work
+    async def _end_generation(self, client: PeerClient | None, work: asyncio.Task[None] | None) -> None:
+        """End what an earlier generation left. Its parts are given: by the time this runs, ours are those of the next."""
         if work is not None:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
