@@ -358,16 +358,10 @@ class _Turn:
             if len(times) < rule.times:
                 self.explained.append(f"kernel line of class {event.kind}: {len(times)} of {rule.times} within {rule.seconds:.0f} s")
                 continue
-            self.book.find(
-                Finding(
-                    kind=event.kind,
-                    action=rule.action,
-                    reason=f"kernel log: {event.text[:160]}",
-                    uuid=event.uuid,
-                    state=state_of(rule.action),
-                    clears=clears_of(rule.action),
-                )
-            )
+            action = "watch" if rule.ours_only and not event.uuid else rule.action
+            reason = f"kernel log: {event.text[:160]}"
+            state, clears = state_of(action), clears_of(action)
+            self.book.find(Finding(kind=event.kind, action=action, reason=reason, uuid=event.uuid, state=state, clears=clears))
 
     def outcome(self) -> Outcome:
         """The result."""

@@ -236,7 +236,9 @@ class HealthMonitor:
         kind = classify(line.text)
         if kind.role != "primary" or kind.source not in _SURE_SOURCES:
             return []
-        uuid = next((one.uuid for one in self._devices or () if one.pci_bus_id and one.pci_bus_id in line.text.lower()), "")
+        uuid = next(
+            (one.uuid for one in self._devices or () if one.pci_bus_id and one.pci_bus_id.partition(".")[0] in line.text.lower()), ""
+        )
         return [KernelEvent(kind=kind.kind, text=line.text, at=now, uuid=uuid)]
 
     def _look_at_host(self) -> None:

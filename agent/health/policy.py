@@ -100,6 +100,7 @@ class KernelRule(_Section, frozen=True, kw_only=True):
     action: Action
     times: int = 1
     seconds: float = 60.0
+    ours_only: bool = False
 
 
 class Policy(_Section, frozen=True, kw_only=True):

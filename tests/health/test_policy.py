@@ -212,6 +212,12 @@ class TestNode:
         machine_check = KernelEvent(kind="host_mce_uncorrected", text="MCE", at=node.at)
         assert node.see(gpu(A), gpu(B), kernel=(machine_check,)).verdict.action == "replace"
 
+    def test_a_bus_error_of_somebody_elses_device_is_only_watched(self, node: Node) -> None:
+        line = KernelEvent(kind="pcie_uncorrected", text="AER: Uncorrected (Fatal) error received: 0000:99:00.0", at=node.at)
+        assert node.see(gpu(A), gpu(B), kernel=(line,)).verdict.action == "watch"
+        ours = msgspec.structs.replace(line, uuid=A)
+        assert node.see(gpu(A), gpu(B), kernel=(ours,)).verdict.action == "reboot"
+
     def test_host_findings_pass_through(self, node: Node) -> None:
         full = Finding(kind="disk_full", action="watch", state="degraded", reason="almost full")
         assert node.see(gpu(A), gpu(B), host=(full,)).verdict.state == "degraded"
