@@ -84,6 +84,11 @@ def check(settings: AgentSettings) -> AgentSettings:
         )
     check_state_folder(state)
     check_address(settings.address, settings.peer_port, "--address")
+    if settings.metrics:
+        host, _, port = settings.metrics.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ConfigurationError(f"{settings.metrics!r} is not host:port", where="--metrics", hint="write it like 127.0.0.1:9464")
+        check_address(host.strip("[]"), int(port), "--metrics")
     return dataclasses.replace(settings, node=node, state=state)
 
 
@@ -94,7 +99,7 @@ def check_state_folder(state: Path) -> None:
         ConfigurationError: it is not so.
     """
     existing = state
-    while not existing.exists():
+    while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigurationError(f"{existing} cannot be written", where=f"--state {state}", hint="give a folder that this user can write")

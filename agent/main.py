@@ -13,6 +13,7 @@ from regrow.agent.config import AgentSettings
 from regrow.agent.watch import open_health
 from regrow.errors import ConfigurationError
 from regrow.processes import MARK, lifeline_fd
+from regrow.store.base import Store
 from regrow.store.open import open_store
 
 
@@ -24,15 +25,9 @@ def serve(settings: AgentSettings) -> int:
         OperationalError: this host needs recycling, or its fences are damaged.
     """
     os.umask(0o077)
-    settings.state.mkdir(parents=True, exist_ok=True)
-    lock = _lock(settings)
     os.environ.setdefault(MARK, str(settings.state))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("regrow.agent").info("agent node=%s pid=%d state=%s", settings.node, os.getpid(), settings.state)
-    try:
-        return asyncio.run(_main(settings))
-    finally:
-        os.close(lock)
+    return asyncio.run(_main(settings))
 
 
 def _lock(settings: AgentSettings) -> int:
@@ -56,17 +51,30 @@ def _lock(settings: AgentSettings) -> int:
 async def _main(settings: AgentSettings) -> int:
     store = open_store(settings.store)
     try:
-        agent = driver.build(settings, store, open_health(settings))
-        lifeline = lifeline_fd()
-        if lifeline is not None:
-            asyncio.get_running_loop().add_reader(lifeline, agent.cut)
         try:
-            return await agent.run()
+            settings.state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"cannot listen: {error.strerror or error}",
-                where=f"node {settings.node}",
-                hint="check --address, --peer-port and --metrics",
+                f"cannot be made: {error.strerror}", where=f"--state {settings.state}", hint="give a folder that this user can write"
             ) from error
+        lock = _lock(settings)
+        try:
+            return await _serve(settings, store)
+        finally:
+            os.close(lock)
     finally:
         await store.close()
+
+
+async def _serve(settings: AgentSettings, store: Store) -> int:
+    logging.getLogger("regrow.agent").info("agent node=%s pid=%d state=%s", settings.node, os.getpid(), settings.state)
+    agent = driver.build(settings, store, open_health(settings))
+    lifeline = lifeline_fd()
+    if lifeline is not None:
+        asyncio.get_running_loop().add_reader(lifeline, agent.cut)
+    try:
+        return await agent.run()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen: {error.strerror or error}", where=f"node {settings.node}", hint="check --address, --peer-port and --metrics"
+        ) from error

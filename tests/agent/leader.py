@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from tests.agent.conftest import LIMIT
+from tests.agent.harness import LIMIT
 
 from regrow import wire
 from regrow.ids import MeshShape
@@ -143,13 +143,16 @@ class AgentProcess:
         self.command = [sys.executable, "-m", "regrow", "agent", "--node", node, "--cluster", cluster, "--store", store_url]
         self.command += ["--state", str(state), "--no-warm", "--slots", "2", "--orphan-seconds", "20", "--health-seconds", "0", *flags]
         self.process: asyncio.subprocess.Process | None = None
+        self.pass_fds: tuple[int, ...] = ()
 
     async def start(self) -> None:
         """Start it."""
         environment = {**os.environ, MARK: str(self.state), "PYTHONUNBUFFERED": "1"}
         self.state.mkdir(exist_ok=True)
         with (self.state.parent / f"{self.state.name}.log").open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(*self.command, env=environment, stdout=log, stderr=log)
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, env=environment, stdout=log, stderr=log, pass_fds=self.pass_fds
+            )
 
     @property
     def pid(self) -> int:

@@ -6,87 +6,15 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
-from tests.agent.conftest import until
-from tests.agent.leader import AgentProcess, StubLeader, fresh_cluster
+from tests.agent.harness import until
+from tests.agent.leader import StubLeader
+from tests.agent.scene import SLEEP, Scene, pids_of
 
 from regrow import wire
 from regrow.agent.roster import process_state, start_time
-from regrow.processes import MARK, kill_marked
 from regrow.store.base import Store
-from regrow.store.embedded import EmbeddedEtcd
-from regrow.store.open import open_store
-
-SLEEP = "import os, sys, time\nprint('up', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
-    """One real etcd for this file."""
-    member = EmbeddedEtcd(tmp_path_factory.mktemp("etcd"))
-    with asyncio.Runner() as runner:
-        runner.run(member.start())
-        yield member
-        runner.run(member.stop())
-
-
-@pytest.fixture
-async def store(etcd: EmbeddedEtcd) -> AsyncIterator[Store]:
-    """A client of it."""
-    made = open_store(etcd.url, timeout=20.0)
-    yield made
-    await made.close()
-
-
-class Scene:
-    """A leader and what the tests start under it."""
-
-    def __init__(self, folder: Path, url: str, store: Store) -> None:
-        self.folder = folder
-        self.url = url
-        self.cluster = fresh_cluster()
-        self.leader = StubLeader(store, self.cluster)
-        self.agents: list[AgentProcess] = []
-
-    async def agent(self, *flags: str, node: str = "n0") -> AgentProcess:
-        """Start an agent and wait for its greeting and for its shim."""
-        made = AgentProcess(self.folder / node, self.url, self.cluster, *flags, node=node)
-        self.agents.append(made)
-        after = len(self.leader.said)
-        await made.start()
-        await self.leader.next(wire.Hello, node=node, after=after)
-        return made
-
-    def script(self, text: str) -> str:
-        """A training script."""
-        path = self.folder / "train.py"
-        path.write_text(text, encoding="utf-8")
-        return str(path)
-
-    def output(self, generation: int, rank: int, node: str = "n0") -> str:
-        """What a rank has printed."""
-        path = self.folder / node / "jobs" / "toy" / f"g{generation}" / f"rank{rank}.out"
-        return path.read_text(encoding="utf-8") if path.exists() else ""
-
-    async def up(self, generation: int, ranks: int = 2) -> None:
-        """Wait until all ranks have said that they are up."""
-        await until(lambda: all("up" in self.output(generation, rank) for rank in range(ranks)))
-
-
-@pytest.fixture
-async def scene(tmp_path: Path, etcd: EmbeddedEtcd, store: Store) -> AsyncIterator[Scene]:
-    """A scene; nothing of it is left afterwards."""
-    made = Scene(tmp_path, etcd.url, store)
-    await made.leader.start()
-    yield made
-    for agent in made.agents:
-        await agent.kill()
-        left = await asyncio.to_thread(kill_marked, MARK, str(agent.state))
-        assert left == []
-    await made.leader.stop()
 
 
 async def test_workers_get_torchruns_environment_and_their_end_is_told(scene: Scene) -> None:
@@ -132,7 +60,7 @@ async def test_a_newer_generation_replaces_the_older_and_lower_ones_are_refused(
     await scene.up(2)
     await scene.leader.phase(2, "started")
     state = scene.folder / "n0"
-    old = [pid for pid in _pids(scene.agents[0], 1) if process_state(pid) not in ("", "Z")]
+    old = [pid for pid in pids_of(scene.agents[0], 1) if process_state(pid) not in ("", "Z")]
     assert old == []
     scene.leader.start_generation(1, script)
     refused = await scene.leader.next(wire.StartRefused)
@@ -155,21 +83,13 @@ def _last(scene: Scene, phase: str, generation: int) -> int:
     )
 
 
-def _pids(agent: AgentProcess, generation: int) -> list[int]:
-    """Pids that the agent's log names for a generation."""
-    for line in agent.log().splitlines():
-        if f"generation={generation} " in line and "pids=[" in line and "started" in line:
-            return [int(pid) for pid in line.split("pids=[")[1].rstrip("]").split(",")]
-    return []
-
-
 async def test_a_killed_agent_costs_no_worker(scene: Scene) -> None:
     agent = await scene.agent()
     scene.leader.start_generation(1, scene.script(SLEEP))
     await scene.up(1)
     await scene.leader.phase(1, "started")
-    await until(lambda: _pids(agent, 1))
-    pids = _pids(agent, 1)
+    await until(lambda: pids_of(agent, 1))
+    pids = pids_of(agent, 1)
     born = [start_time(pid) for pid in pids]
     await agent.kill()
     os.kill(pids[1], signal.SIGKILL)  # ends while nobody looks
@@ -204,7 +124,7 @@ async def test_workers_outlive_leader_and_store(scene: Scene, store: Store) -> N
     await scene.leader.phase(1, "started")
     await scene.leader.stop()
     await store.delete(f"/regrow/{scene.cluster}/leader")
-    pids = _pids(agent, 1)
+    pids = pids_of(agent, 1)
     os.kill(pids[0], signal.SIGKILL)
     await until(lambda: "exit job=toy" in agent.log())
     scene.leader = StubLeader(store, scene.cluster, epoch=2)
@@ -274,7 +194,7 @@ async def test_a_signal_makes_this_node_leave(scene: Scene, number: signal.Signa
     leaving = await scene.leader.next(wire.Leaving)
     assert number.name in leaving.reason
     assert leaving.notice_seconds > 0
-    pids = _pids(agent, 1)
+    pids = pids_of(agent, 1)
     assert process_state(pids[0]) == "S"
     scene.leader.order(wire.ReleaseNode(epoch=1, seq=99))
     assert await agent.wait() == 0
@@ -291,7 +211,7 @@ async def test_an_idle_node_and_one_without_a_leader_leave_by_themselves(scene: 
     await scene.leader.stop()
     os.kill(agent.pid, signal.SIGTERM)
     assert await agent.wait() == 0
-    assert all(process_state(pid) in ("", "Z") for pid in _pids(agent, 1))
+    assert all(process_state(pid) in ("", "Z") for pid in pids_of(agent, 1))
 
 
 async def test_the_node_is_registered_under_a_lease(scene: Scene, store: Store) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from tests.agent.conftest import Harness, plain, until
+from tests.agent.harness import Harness, plain, until
 
 from regrow.agent import protocol
 from regrow.agent.launcher import ShimUp

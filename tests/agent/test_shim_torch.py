@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from tests.agent.conftest import Harness, until
+from tests.agent.harness import Harness, until
 
 from regrow.agent import protocol
 
