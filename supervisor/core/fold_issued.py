@@ -38,7 +38,14 @@ def issued(view: View, event: e.Issued) -> View:
             job = view.jobs.get(action.job)
             if job is None:
                 return view
-            return _change(view, jobs=view.jobs | {action.job: _of_job(job, action, at)})
+            view = _change(view, jobs=view.jobs | {action.job: _of_job(job, action, at)})
+            return _use_up_store(view, action.master_address) if isinstance(action, a.StartMember) else view
+
+
+def _use_up_store(view: View, address: str) -> View:
+    """A TCPStore that a generation got is nobody's spare any more, whatever its node has said last."""
+    owner = next((node for node in view.nodes.values() if node.spare_store == address), None)
+    return put(view, _change(owner, spare_store="")) if owner is not None else view
 
 
 _OfJob = (

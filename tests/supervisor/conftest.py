@@ -18,12 +18,19 @@ from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import JobView
 from regrow.supervisor.service import Supervisor
 
-_spec = importlib.util.spec_from_file_location("stub_agent", Path(__file__).with_name("stub_agent.py"))
-assert _spec is not None
-assert _spec.loader is not None
-stub_agent = importlib.util.module_from_spec(_spec)
-sys.modules["stub_agent"] = stub_agent
-_spec.loader.exec_module(stub_agent)
+
+def _sibling(name: str) -> Any:
+    """Import a helper of this folder by its bare name (pytest runs with importlib mode)."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stub_agent = _sibling("stub_agent")
+scene = _sibling("scene")
 
 FAST = Policy(
     victim_seconds=0.5,
@@ -154,11 +161,16 @@ class Cluster:
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    store = MemoryStore()
+async def store() -> AsyncIterator[MemoryStore]:
+    made = MemoryStore()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, store: MemoryStore) -> AsyncIterator[Cluster]:
     made = Cluster(tmp_path, store.connect)
     try:
         yield made
     finally:
         await made.close()
-        await store.close()

@@ -1,22 +1,15 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
+from scene import form
 from stub_agent import eventually
 
 from regrow import wire
 
 if TYPE_CHECKING:
     from conftest import Cluster
-
-
-async def form(cluster: Cluster, *names: str, **changes: Any) -> None:
-    await cluster.supervisor()
-    await cluster.leading()
-    await cluster.start(*names)
-    await cluster.submit(**changes)
-    await cluster.generation(1, num_nodes=len(names))
 
 
 async def test_forms_on_all_nodes_and_counts_steps(cluster: Cluster) -> None:
