@@ -63,47 +63,59 @@ def read(text: str, source: str) -> list[Sample]:
 
 
 def calibrate(request: Request, samples: Sequence[Sample], *, rounds: int = 24) -> Calibration:
-    """Fit efficiency, the tensor-parallel latency (through its overlap) and the fixed overhead to measured step times.
+    """Fit the constants to measured meshes of one inventory. See `calibrate_all`."""
+    return calibrate_all([(request, sample) for sample in samples], rounds=rounds)
+
+
+def calibrate_all(measured: Sequence[tuple[Request, Sample]], *, rounds: int = 24) -> Calibration:
+    """Fit efficiency, matrix width, the cost of tensor-parallel traffic and the fixed overhead to measured step times, each
+    with the request that describes its machine.
 
     Coordinate descent on the sum of squared logarithms of predicted over measured; deterministic.
 
     Raises:
-        ConfigurationError: a measured mesh that the request cannot hold.
+        ConfigurationError: nothing measured, no model shape, or a measured mesh that its request cannot hold.
     """
-    if not request.model.known:
+    if not measured or not measured[0][0].model.known:
         raise ConfigurationError("calibration needs the model's shape", where="--calibrate", hint="give --layers --hidden ... or --model")
-    constants = request.constants
-    fastest = min(sample.step_seconds for sample in samples)
-    best = _misfit(predict(request, samples, constants), samples)
-    spans = {"efficiency": 2.0, "half_width": 2.0, "step_overhead": fastest / 4.0, "tp_overlap": 0.5}
+    constants = measured[0][0].constants
+    times = [sample.step_seconds for _, sample in measured]
+
+    def guess(trial: cost.Constants) -> list[float]:
+        return [predict(request, [sample], trial)[0] for request, sample in measured]
+
+    best = _misfit(guess(constants), times)
+    spans = {"efficiency": 2.0, "half_width": 2.0, "step_overhead": min(times) / 4.0, "tp_overlap": 0.5, "pp_overlap": 0.5}
     for _ in range(rounds):
         for name, span in spans.items():
             for trial in _trials(constants, name, span):
-                misfit = _misfit(predict(request, samples, trial), samples)
+                misfit = _misfit(guess(trial), times)
                 if misfit < best:
                     best, constants = misfit, trial
-        spans = {name: math.sqrt(span) if name in ("efficiency", "half_width") else span * 0.7 for name, span in spans.items()}
-    predicted = predict(request, samples, constants)
-    measured = [sample.step_seconds for sample in samples]
+        spans = {name: math.sqrt(span) if name in _FACTORS else span * 0.7 for name, span in spans.items()}
+    predicted = guess(constants)
     return Calibration(
         constants=constants,
-        rank_correlation=rank_correlation(predicted, measured),
-        worst_error=max(abs(guess / truth - 1.0) for guess, truth in zip(predicted, measured, strict=True)),
+        rank_correlation=rank_correlation(predicted, times),
+        worst_error=max(abs(each / truth - 1.0) for each, truth in zip(predicted, times, strict=True)),
         predicted=tuple(predicted),
     )
 
 
+_FACTORS = ("efficiency", "half_width")
+_OVERLAPS = ("tp_overlap", "pp_overlap")
+"""Negative overlap stands for traffic that costs more than its bytes, as DTensor's dispatch and gloo's waits do on CPUs."""
+
+
 def _trials(constants: cost.Constants, name: str, span: float) -> list[cost.Constants]:
     value = getattr(constants, name)
-    if name in ("efficiency", "half_width"):
+    if name in _FACTORS:
         values = [value * span, value / span]
+    elif name in _OVERLAPS:
+        # 1 - overlap is what counts: it may double, or vanish.
+        values = [1.0 - (1.0 - value) * (1.0 + 8.0 * span), 1.0 - (1.0 - value) / (1.0 + 8.0 * span)]
     else:
-        # A negative overlap stands for traffic that costs more than its bytes, as DTensor's dispatch on CPUs does.
-        low = -math.inf if name == "tp_overlap" else 0.0
-        values = [
-            min(1.0, value + span) if name == "tp_overlap" else value + span,
-            max(low, value - span * (8.0 if name == "tp_overlap" else 1.0)),
-        ]
+        values = [value + span, max(0.0, value - span)]
     return [msgspec.structs.replace(constants, **{name: each}) for each in values]
 
 
@@ -125,8 +137,8 @@ def predict(request: Request, samples: Sequence[Sample], constants: cost.Constan
     return made
 
 
-def _misfit(predicted: Sequence[float], samples: Sequence[Sample]) -> float:
-    return sum(math.log(guess / sample.step_seconds) ** 2 for guess, sample in zip(predicted, samples, strict=True))
+def _misfit(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    return sum(math.log(each / truth) ** 2 for each, truth in zip(predicted, measured, strict=True))
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

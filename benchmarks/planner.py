@@ -1,0 +1,220 @@
+"""Planner figures: how fast it plans for 16,384 GPUs, how far from the exhaustive best, and whether it ranks real meshes.
+
+    .venv/bin/python benchmarks/planner.py --json            # about three minutes on two cores
+    .venv/bin/python benchmarks/planner.py --json --quick    # fewer meshes and steps
+
+plan_seconds, table_seconds: CPU time of one plan and of the table for every number of survivors, Llama 3 405B on 2,048
+nodes. regret: worst step time over the brute-force best on small problems, minus 1. rank_correlation: Spearman's, step
+times of a small GPT on this machine's cores (gloo) against what the model predicts for a mesh after calibration on *all
+other* meshes. A CPU proves the ranking only, never GPU times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from regrow.ids import MeshShape
+from regrow.parallel import batch, calibrate, inventory, planner, search, shape
+from regrow.parallel.planner import Plan, Request
+
+LIMITS = {"plan_seconds": 0.1, "table_seconds": 5.0, "regret": 0.01, "rank_correlation": 0.9}
+SIZES = {"layers": 4, "hidden": 96, "heads": 6, "seq": 96}
+GLOBAL_BATCH, MICRO_BATCH = 16, 2
+MESHES = ("1x1x1", "2x1x1", "1x2x1", "1x1x2", "4x1x1", "2x2x1", "2x1x2", "1x2x2", "1x1x4", "3x1x1", "3x2x1", "1x3x1", "1x2x3")
+QUICK_MESHES = ("1x1x1", "2x1x1", "1x2x1", "1x1x2", "4x1x1", "2x2x1", "2x1x2", "1x2x2")
+
+
+def llama() -> Request:
+    """Llama 3 405B on 16,384 H100."""
+    model = shape.make(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=8192)
+    return Request(model=model, inventory=inventory.uniform(2048, 8), global_batch=2048)
+
+
+def planning(repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of plan and table."""
+    asked = llama()
+    samples: dict[str, list[float]] = {"plan_seconds": [], "table_seconds": []}
+    for index in range(repeats):
+        start = time.process_time()
+        planner.plan(asked)
+        samples["plan_seconds"].append(time.process_time() - start)
+        if index < max(1, repeats // 2):
+            start = time.process_time()
+            planner.plan_table(asked)
+            samples["table_seconds"].append(time.process_time() - start)
+    return samples
+
+
+def brute_force(asked: Request) -> float:
+    """The shortest step over every mesh, micro-batch, ZeRO stage and recomputation, without any cut."""
+    best = math.inf
+    gpus = asked.inventory.gpus
+    for tp, pp in itertools.product(range(1, 9), range(1, asked.model.layers + 1)):
+        for dp, micro in itertools.product(range(1, gpus // (tp * pp) + 1), (1, 2, 4, 8, 16)):
+            for zero, level in itertools.product((0, 1, 2, 3), ("flash", "selective", "full")):
+                made = search.judge(msgspec.structs.replace(asked, zero=zero, recompute=level), MeshShape(dp=dp, tp=tp, pp=pp), micro)
+                if isinstance(made, Plan):
+                    best = min(best, made.step_seconds)
+    return best
+
+
+def regret() -> list[float]:
+    """Step time of the plan over the brute-force best, minus 1, for problems from roomy to tight."""
+    found: list[float] = []
+    for hidden, heads, layers in ((2048, 16, 12), (1536, 12, 10)):
+        model = shape.make(layers=layers, hidden=hidden, heads=heads, kv_heads=heads // 2, vocab=32000, seq=2048)
+        for gpus, total, memory_gb in ((8, 24, 80.0), (8, 7, 10.0), ([8, 7, 6], 20, 12.0), (6, 16, 8.0)):
+            sizes = gpus if isinstance(gpus, list) else [gpus, gpus]
+            there = inventory.uniform(len(sizes), sizes, gpu_memory_gb=memory_gb)
+            asked = Request(model=model, inventory=there, global_batch=total)
+            best = planner.plan(asked).best
+            if best is not None:
+                found.append(best.step_seconds / brute_force(asked) - 1.0)
+    return found
+
+
+def train(mesh: MeshShape, rank: int, port: int, steps: int, result: Path) -> None:
+    """One rank of the measured job: steps of the demo's model on a mesh."""
+    import torch
+    import torch.distributed as dist
+
+    from regrow.demo.model import Config, Gpt
+    from regrow.parallel.apply import Strategy, apply_mesh
+    from regrow.parallel.dropout import sample_keys
+
+    torch.set_num_threads(1)
+    device_mesh = None
+    if mesh.world_size > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=mesh.world_size)
+        device_mesh = dist.device_mesh.init_device_mesh("cpu", (mesh.dp, mesh.pp, mesh.tp), mesh_dim_names=("dp", "pp", "tp"))
+    torch.manual_seed(0)
+    counts = batch.split(GLOBAL_BATCH, MICRO_BATCH, mesh.dp)
+    net = apply_mesh(Gpt(Config(**SIZES)), device_mesh, mesh, Strategy(micro_batch=MICRO_BATCH, micro_batches=counts))
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    tokens = torch.randint(0, 256, (net.num_samples, SIZES["seq"] + 1))
+    times: list[float] = []
+    for step in range(steps):
+        start = time.monotonic()
+        net.forward_backward(tokens[:, :-1], tokens[:, 1:], sample_keys(0, step, torch.arange(net.num_samples)))
+        optimizer.step()
+        times.append(time.monotonic() - start)
+    if rank == 0:
+        result.write_text(json.dumps(times))
+
+
+def measure(mesh: MeshShape, steps: int, folder: Path) -> list[float]:
+    """Step times of one mesh, forked from this process (torch is imported, nothing has run)."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    result = folder / f"{mesh}.json"
+    children = []
+    for rank in range(mesh.world_size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                train(mesh, rank, port, steps, result)
+                code = 0
+            except BaseException:  # noqa: BLE001 - a child must never return into the parent's code
+                traceback.print_exc()
+            os._exit(code)
+        children.append(pid)
+    failed = [pid for pid in children if os.waitpid(pid, 0)[1] != 0]
+    if failed:
+        raise SystemExit(f"mesh {mesh}: {len(failed)} of {mesh.world_size} ranks failed")
+    return json.loads(result.read_text())
+
+
+def machine_request(mesh: MeshShape, cores: int) -> Request:
+    """This machine as an inventory for one mesh: ranks share the cores, so each has its part of the peak."""
+    world = mesh.world_size
+    share = min(1.0, cores / world)
+    cpu = inventory.DEVICES["cpu"]
+    there = inventory.uniform(1, world, device="cpu", gpu_memory_gb=16, peak_tflops=cpu.peak_flops / 1e12 * share)
+    model = shape.make(**SIZES, ffn=4 * SIZES["hidden"], vocab=256)
+    return Request(model=model, inventory=there, global_batch=GLOBAL_BATCH, micro_batch=(MICRO_BATCH,), context_bytes=0.0, zero=0)
+
+
+def ranking(names: tuple[str, ...], steps: int, rounds: int) -> dict[str, Any]:
+    """Measured and predicted step times: each mesh is predicted with constants from all the others."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel
+
+    from regrow.demo import model as _model
+    from regrow.parallel import apply as _apply
+
+    assert _model
+    assert _apply
+    torch.set_num_threads(1)
+    meshes = [MeshShape.parse(name) for name in names]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for name, mesh in zip(names, meshes, strict=True):
+                times[name].extend(measure(mesh, steps, Path(folder))[2:])
+    measured = [min(times[name]) for name in names]  # what the machine can do; the rest is other programs
+    cores = len(os.sched_getaffinity(0))
+    samples = [
+        calibrate.Sample(mesh=mesh, step_seconds=seconds, micro_batch=MICRO_BATCH) for mesh, seconds in zip(meshes, measured, strict=True)
+    ]
+    requests = [machine_request(mesh, cores) for mesh in meshes]
+    predicted = []
+    for index in range(len(meshes)):
+        others = [at for at in range(len(meshes)) if at != index]
+        found = calibrate.calibrate_all([(requests[at], samples[at]) for at in others])
+        predicted.append(calibrate.predict(requests[index], [samples[index]], found.constants)[0])
+    return {"meshes": list(names), "measured": measured, "predicted": predicted}
+
+
+def main() -> None:
+    """Print the figures as one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"  # before numpy and torch are imported: a fork needs a single thread
+    planned = planning(3 if options.quick else 7)
+    regrets = regret()
+    ranked = ranking(QUICK_MESHES, 8, 1) if options.quick else ranking(MESHES, 10, 2)
+    figures = {
+        "plan_seconds": statistics.median(planned["plan_seconds"]),
+        "table_seconds": statistics.median(planned["table_seconds"]),
+        "regret": max(regrets),
+        "rank_correlation": calibrate.rank_correlation(ranked["predicted"], ranked["measured"]),
+    }
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    if options.json:
+        print(json.dumps({"figures": figures, "limits": LIMITS, "samples": planned | {"regret": regrets} | ranked, "machine": machine}))
+        return
+    for name, value in figures.items():
+        print(f"{name:<18} {value:.4g}   limit {LIMITS[name]:g}")
+    for name, seconds, guess in zip(ranked["meshes"], ranked["measured"], ranked["predicted"], strict=True):
+        print(f"  {name}: measured {seconds:.3f} s, predicted {guess:.3f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
