@@ -18,6 +18,9 @@ from regrow.store.base import Store
 
 _log = logging.getLogger("regrow.agent.checkpoints")
 
+MAX_EARLY = 256
+"""Reports kept of generations that have not begun here."""
+
 
 class Checkpoints:
     """Routes reports of durable shards to the committing agent of their generation, and is that agent when it is named."""
@@ -86,8 +89,12 @@ class Checkpoints:
             self._from_writer(report)
 
     async def _commit(self, committer: Committer) -> None:
-        await committer.remember_fence()
-        await committer.run()
+        try:
+            await committer.remember_fence()
+            await committer.run()
+        except Exception:
+            _log.exception("committing for generation %d ended: this is a bug", committer.spec.generation)
+            raise
 
     async def _end_generation(self, client: PeerClient | None, work: asyncio.Task[None] | None) -> None:
         """End what an earlier generation left. Its parts are given: by the time this runs, ours are those of the next."""
@@ -102,7 +109,7 @@ class Checkpoints:
     def _from_writer(self, report: Report) -> None:
         spec = self._spec
         if spec is None or (report.job == spec.job and report.generation > spec.generation):
-            self._early.append(report)  # the writer was faster than the adoption of its generation
+            self._keep_early(report)
             return
         if (report.job, report.generation) != (spec.job, spec.generation):
             _log.info("report of step %d of generation %d is too late", report.step, report.generation)
@@ -117,12 +124,17 @@ class Checkpoints:
         else:
             _log.warning("generation %d names no committing agent: step %d stays uncommitted", spec.generation, report.step)
 
+    def _keep_early(self, report: Report) -> None:
+        """It was faster than the start or adoption of its generation here."""
+        self._early = [*self._early, report][-MAX_EARLY:]
+
     async def _from_peer(self, report: Report) -> Settled | None:
         committer = self._committer
         if committer is None or (committer.spec.job, committer.spec.generation) != (report.job, report.generation):
             newer = self._spec is not None and self._spec.job == report.job and self._spec.generation > report.generation
             if not newer:
-                return None  # not begun here yet: the peer keeps it and sends it again on its next connection
+                self._keep_early(report)
+                return None
             return Settled(
                 job=report.job, generation=report.generation, step=report.step, outcome="refused", reason="a later generation has started"
             )

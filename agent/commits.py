@@ -23,7 +23,7 @@ from regrow.ckpt import commit
 from regrow.ckpt.manifest import Record
 from regrow.errors import FencedError, OperationalError
 from regrow.store import cas
-from regrow.store.base import Store, StoreUnavailable, mod_revision
+from regrow.store.base import RequestTooLarge, Store, StoreError, mod_revision
 
 _log = logging.getLogger("regrow.agent.commits")
 
@@ -139,8 +139,11 @@ class Committer:
         while True:
             try:
                 fence = await self._read_fence()
-                result = await cas.guarded(self._store, mod_revision(self._keys.generation(self._spec.job)) == fence, key, value)
-            except StoreUnavailable as error:
+                condition = mod_revision(self._keys.generation(self._spec.job)) == fence
+                result = await cas.guarded(self._store, condition, key, value, timeout=_FENCE_SECONDS)
+            except RequestTooLarge:
+                raise
+            except StoreError as error:
                 if pending.step not in self._told_pending:
                     self._told_pending.add(pending.step)
                     _log.warning("step=%d is durable and pending: %s", pending.step, error.what)
