@@ -322,6 +322,10 @@ class Term:
         except msgspec.MsgspecError:
             log.warning("job=%s checkpoint record of step %s is not readable", job, step)
             return
+        view = self.view.jobs.get(job)
+        known = view.checkpoints.get(record.step) if view is not None else None
+        if known is not None and (known.directory, known.evidence, known.damaged) == (record.directory, record.evidence, record.damaged):
+            return
         self.post(
             e.CheckpointMoved(
                 at=self._now(),

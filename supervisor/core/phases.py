@@ -44,8 +44,8 @@ def whole(incident: Incident) -> float | None:
 
 
 def restart_seconds(incident: Incident) -> float | None:
-    """Seconds from the first symptom to the first completed step of the new generation, computed again or not."""
-    return None if incident.first_step_at is None else max(0.0, incident.first_step_at - incident.symptom_at)
+    """Seconds from the decision to the first completed step of the new generation, computed again or not."""
+    return None if incident.first_step_at is None else max(0.0, incident.first_step_at - incident.decided_at)
 
 
 def marks(generation: GenerationView) -> dict[str, float]:

@@ -190,9 +190,10 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
         draft.look(due)
         draft.say(f"growth from {world} to {choice.workers_used} workers waits {due - now:.1f} s (cool-down)")
         return
-    horizon = min(policy.growth_horizon_seconds, 1.0 / rates.failure_rate(job, now))
+    expected = 1.0 / rates.failure_rate(job, now)
+    horizon = min(policy.growth_horizon_seconds, max(policy.growth_horizon_least_seconds, expected))
     restart = job.restart_seconds if job.restart_seconds is not None else policy.restart_seconds_prior
-    gain, cost = (choice.workers_used - world) * horizon, choice.workers_used * (restart + (rates.median_step(job) or 0.0))
+    gain, cost = (choice.workers_used - world) * horizon, world * (restart + (rates.median_step(job) or 0.0))
     numbers = f"gain {gain:.0f} GPU-s in {horizon:.0f} s, cost {cost:.0f} GPU-s"
     if gain <= cost:
         draft.say(f"no growth from {world} to {choice.workers_used} workers: {numbers}")

@@ -44,10 +44,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the stacks of all ranks before a hung generation is replaced."""
     growth_cooldown_seconds: float = 30.0
     """No growth within this time of the last new generation."""
+    growth_horizon_least_seconds: float = 600.0
     growth_horizon_seconds: float = 3600.0
-    """The gain of a bigger mesh is counted over min(this, the expected time to the next failure)."""
+    """The gain of a bigger mesh is counted over the expected time to the next failure, within these bounds: at the next
+    failure growth costs nothing more, and a rate guessed from few incidents is no reason to leave nodes idle."""
     restart_seconds_prior: float = 10.0
-    """Cost of a new generation before one was measured."""
+    """From the decision to the first step of a new generation, before one was measured."""
     node_return_seconds_prior: float = 600.0
     """Expected time for a lost node to come back."""
     backoff_seconds: float = 1.0

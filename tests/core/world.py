@@ -90,7 +90,13 @@ class World:
         if isinstance(action, a.RecordGeneration):
             return [e.GenerationRecorded(at=self.now, job=action.job, generation=action.spec.generation)]
         if isinstance(action, a.StartMember):
-            return [self.phase_event(action.node, name, job=action.job, generation=action.generation) for name in self.phases]
+            passed: list[e.Event] = [
+                self.phase_event(action.node, name, job=action.job, generation=action.generation) for name in self.phases
+            ]
+            if action.master_address.startswith(f"{action.node}:"):
+                port = int(action.master_address.rpartition(":")[2]) + 1
+                passed.append(e.SpareStoreChanged(at=self.now, node=action.node, address=f"{action.node}:{port}"))
+            return passed
         return []
 
     def phase_event(self, node: str, phase: str, *, job: str, generation: int) -> e.MemberPhase:
