@@ -162,7 +162,12 @@ def _with_batch(spec: GenerationSpec, asked: Defaults) -> GenerationSpec:
 def _job_spec(source: Mapping[str, str], spec: GenerationSpec, asked: Defaults) -> JobSpec:
     path = source.get("REGROW_JOB_SPEC", "")
     if path:
-        return _read_json(path, JobSpec, "REGROW_JOB_SPEC")
+        job = _read_json(path, JobSpec, "REGROW_JOB_SPEC")
+        if job.seed and asked.seed and job.seed != asked.seed:
+            raise ConfigurationError(
+                f"the script asks for seed {asked.seed}, the job says {job.seed}", where="regrow.attach()", hint="leave it out of attach()"
+            )
+        return msgspec.structs.replace(job, seed=job.seed or asked.seed or 0)
     return JobSpec(
         job=spec.job, argv=(), mesh=spec.mesh, global_batch=spec.global_batch, micro_batch=spec.micro_batch, seed=asked.seed or 0
     )
