@@ -119,7 +119,7 @@ def tree_seconds(volume: float, ranks: int, link: Link) -> float:
 
 def link_for(inventory: Inventory, span: int) -> Link:
     """The slowest link class that a group spanning `span` consecutive GPUs crosses."""
-    if span <= inventory.nvlink_gpus:
+    if inventory.torus or span <= inventory.nvlink_gpus:
         return inventory.device.nvlink
     return inventory.infiniband if span <= inventory.domain_gpus else inventory.cross
 

@@ -168,7 +168,7 @@ def _group_link(ranks: int, setup: Setup, inventory: Inventory) -> tuple[Link, i
     """(effective link of a data-parallel group, hops of its ring between NVLink domains)."""
     replica = setup.tp * setup.pp
     span = replica * ranks
-    if span <= inventory.nvlink_gpus:
+    if inventory.torus or span <= inventory.nvlink_gpus:
         return inventory.device.nvlink, ranks - 1
     local = max(1, min(ranks, inventory.nvlink_gpus // replica))
     far = comm.link_for(inventory, span)

@@ -85,6 +85,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     infiniband: Link = INFINIBAND
     cross: Link = CROSS
     domain_gpus: int = DOMAIN_GPUS
+    torus: bool = False
+    """Chips linked to their neighbours (TPU): rings run at the fast link's speed at any size, there are no tiers above."""
 
     @cached_property
     def gpus(self) -> int:
@@ -189,6 +191,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     peak_tflops: float | None = None
     nvlink_gpus: int | None = None
     domain_gpus: int = DOMAIN_GPUS
+    torus: bool = False
     links: dict[str, _LinkFile] = {}
 
 
@@ -196,7 +199,7 @@ def read(text: str, source: str, **overrides: Any) -> Inventory:
     """An inventory from JSON.
 
     ``{"nodes": [{"name", "gpus", "domain", "count"}], "gpu_type", "gpu_memory_gb", "peak_tflops", "nvlink_gpus",
-    "domain_gpus", "links": {"nvlink"|"infiniband"|"cross": {"gb_per_second", "latency_us"}}}``; only nodes are needed.
+    "domain_gpus", "torus", "links": {"nvlink"|"infiniband"|"cross": {"gb_per_second", "latency_us"}}}``; only nodes are needed.
 
     Raises:
         ConfigurationError: not this format, or impossible numbers.
@@ -234,6 +237,7 @@ def read(text: str, source: str, **overrides: Any) -> Inventory:
         infiniband=links.get("infiniband", INFINIBAND),
         cross=links.get("cross", CROSS),
         domain_gpus=max(1, file.domain_gpus),
+        torus=file.torus,
     )
 
 

@@ -96,8 +96,8 @@ def check_name(schedule: str) -> str:
         ConfigurationError: unknown.
     """
     name = {"zero-bubble": "zb-h1", "zb": "zb-h1", "zb-v": "zbv", "interleaved-1f1b": "interleaved"}.get(schedule.lower(), schedule.lower())
-    if name not in SCHEDULES:
-        raise ConfigurationError(f"unknown schedule {schedule!r}", where="--schedule", hint=f"one of {', '.join(SCHEDULES)}")
+    if name not in (*SCHEDULES, "auto"):
+        raise ConfigurationError(f"unknown schedule {schedule!r}", where="--schedule", hint=f"one of {', '.join(SCHEDULES)}, or auto")
     return name
 
 

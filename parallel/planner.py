@@ -14,6 +14,10 @@ from regrow.parallel.search import NO_MEMORY, Plan, Rejection, Request, candidat
 __all__ = ["MeshChoice", "Plan", "Rejection", "Request", "Result", "Row", "choose_mesh", "plan", "plan_table"]
 
 
+AUTO_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zbv", 1))
+"""What "auto" tries. DualPipe is taken only when asked for: it holds two copies of the weights."""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Plans in ascending order of step time."""
 
@@ -35,18 +39,26 @@ def plan(request: Request, *, most: int = 10) -> Result:
     check(request)
     found: list[Plan] = []
     rejected: dict[MeshShape, Rejection] = {}
-    for mesh, micro in candidates(request):
-        made = judge(request, mesh, micro)
-        if isinstance(made, Plan):
-            found.append(made)
-        else:
-            rejected.setdefault(_without_dp(mesh), Rejection(mesh=mesh, reason=made))
+    for one in _schedules(request):
+        for mesh, micro in candidates(one):
+            made = judge(one, mesh, micro)
+            if isinstance(made, Plan):
+                found.append(made)
+            else:
+                rejected.setdefault(_without_dp(mesh), Rejection(mesh=mesh, reason=made))
     found.sort(key=lambda each: (each.step_seconds, each.gpus_used, each.usage.total))
     kept = _distinct(found, most)
     if kept:
         kept[0] = msgspec.structs.replace(kept[0], reason=_why_best(kept, len(found)))
     legal_shapes = {_without_dp(each.mesh) for each in found}
     return Result(plans=tuple(kept), rejected=tuple(each for shape, each in rejected.items() if shape not in legal_shapes))
+
+
+def _schedules(request: Request) -> list[Request]:
+    """The request once per schedule when the planner may choose it ("auto"), simplest first."""
+    if request.schedule != "auto":
+        return [request]
+    return [msgspec.structs.replace(request, schedule=name, virtual=virtual) for name, virtual in AUTO_SCHEDULES]
 
 
 def _without_dp(mesh: MeshShape) -> MeshShape:
@@ -139,7 +151,7 @@ def plan_table(request: Request, *, least_nodes: int = 1) -> tuple[Row, ...]:
     their bound until the bound exceeds the best price. A forced DP is an upper limit here.
     """
     check(request)
-    free = msgspec.structs.replace(request, dp=None)
+    free = msgspec.structs.replace(request, dp=None, schedule="1f1b" if request.schedule == "auto" else request.schedule)
     templates = _templates(free)
     rows: list[Row] = []
     order = request.inventory.by_loss()

@@ -41,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ep: int | None = None
     zero: int | None = None
     schedule: str = "1f1b"
+    """One of pipeline.SCHEDULES, or "auto" (only `planner.plan` knows it)."""
     virtual: int = 1
     recompute: str | None = None
     recipe: Recipe = memory.RECIPES["mixed"]

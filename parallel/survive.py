@@ -92,6 +92,7 @@ def after_loss(request: Request, before: Plan, lost: int, recovery: Recovery) ->
     """
     _check(recovery)
     here = msgspec.structs.replace(request, inventory=request.inventory.without(lost))
+    here = msgspec.structs.replace(here, schedule=before.setup.schedule, virtual=before.setup.virtual)
     keep = msgspec.structs.replace(
         here, tp=before.mesh.tp, pp=before.mesh.pp, cp=before.mesh.cp, ep=before.mesh.ep, micro_batch=(before.micro_batch,), dp=None
     )

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from regrow.ids import MeshShape
-from regrow.parallel import cost, memory, pipeline, shape
+from regrow.parallel import comm, cost, memory, pipeline, planner, shape
 from regrow.parallel.inventory import Inventory
 from regrow.parallel.planner import Plan, Request, Result
 from regrow.parallel.traffic import traffic
@@ -27,6 +27,19 @@ def document(request: Request, result: Result, notes: list[str]) -> dict[str, An
         "rejected_count": len(result.rejected),
         "largest_model": largest(request.inventory, request.recipe),
         "notes": notes,
+    } | _equal(request, best)
+
+
+def _equal(request: Request, best: Plan | None) -> dict[str, Any]:
+    """What it would cost to give every replica the same count, where the best plan does not."""
+    if best is None or best.micro_batches[0] == best.micro_batches[-1]:
+        return {}
+    made = planner.plan(msgspec.structs.replace(request, equal_replicas=True, dp=None), most=1).best
+    if made is None:
+        return {"equal_replicas": None}
+    slower = made.step_seconds / best.step_seconds - 1.0
+    return {
+        "equal_replicas": {"mesh": mesh(made.mesh), "step_seconds": made.step_seconds, "gpus_idle": made.gpus_idle, "slower_ratio": slower}
     }
 
 
@@ -67,6 +80,7 @@ def plan(request: Request, made: Plan) -> dict[str, Any]:
         "micro_batch": made.micro_batch,
         "accumulation": most,
         "micro_batches": list(made.micro_batches),
+        "zero_weight_micro_batches": _fillers(made),
         "global_batch": request.global_batch,
         "layers_per_stage": list(made.layers_per_stage),
         "memory_bytes": {
@@ -87,12 +101,19 @@ def plan(request: Request, made: Plan) -> dict[str, Any]:
         "recompute": setup.recompute,
         "sequence_parallel": setup.sequence_parallel and setup.tp > 1,
         "comm_bytes": {"dp": moved.dp, "tp": moved.tp, "pp": moved.pp, "cp": moved.cp, "ep": moved.ep},
-        "comm_detail": moved.detail,
+        "comm_detail": moved.detail | {"tp_reference_loss": comm.tp_reference_loss(setup.tp)},
         "step_seconds": made.step_seconds,
         "gpus_used": made.gpus_used,
         "gpus_idle": made.gpus_idle,
         "reason": made.reason,
     } | _times(request, made)
+
+
+def _fillers(made: Plan) -> int:
+    """Micro-batches of weight zero that short replicas run so that all ranks issue the same collectives (ZeRO-3, EP)."""
+    if made.zero_stage < 3 and made.mesh.ep == 1:
+        return 0
+    return made.micro_batches[0] * made.mesh.dp - sum(made.micro_batches)
 
 
 def _shards(request: Request, made: Plan) -> dict[str, Any]:
@@ -116,6 +137,7 @@ def _activation(request: Request, made: Plan) -> dict[str, Any]:
         )
 
     return {
+        "padded_vocab": shape.padded_vocab(request.model.vocab, setup.tp),
         "activation_per_layer_bytes": {
             "whole": {level: one(level) for level in memory.RECOMPUTE},
             "tp_only": {level: one(level, tp=setup.tp) for level in memory.RECOMPUTE},

@@ -70,6 +70,9 @@ def _best(console: Console, best: Document) -> None:
 
 
 def _extras(console: Console, document: Document) -> None:
+    equal = document.get("equal_replicas")
+    if equal:
+        console.print(f"equal replicas instead: {name(equal['mesh'])}, step {equal['slower_ratio']:+.1%}, {equal['gpus_idle']} GPUs idle")
     after = document.get("after_loss")
     if after:
         console.print(f"\nafter losing {after['lost_nodes']} nodes, repair in {after['repair_hours']:g} h:")
