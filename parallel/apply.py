@@ -12,7 +12,7 @@ a model offers, apply_data for the sum over replicas, apply_gradients for the no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,11 @@ from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
 from regrow.parallel import apply_data, apply_gradients, apply_layers, apply_pipeline, apply_tensor
 from regrow.parallel.apply_gradients import StepResult
+from regrow.parallel.apply_memory import Recompute, recompute_layers
 from regrow.parallel.apply_pipeline import LossFunction
 from regrow.parallel.loss import num_valid, summed_cross_entropy
+
+HSDP_AXES = ("dp_replicate", "dp_shard")
 
 __all__ = ["MeshModel", "StepResult", "Strategy", "apply_mesh"]
 
@@ -44,6 +47,10 @@ class Strategy:
     """Empty: as even as possible."""
     sequence_parallel: bool = True
     clip_norm: float | None = 1.0
+    recompute: Recompute = "none"
+    """Activations of a layer: kept, computed again but for matrix products and collectives, or all computed again."""
+    shard_size: int = 0
+    """Replicas over which a sharded data axis shards (HSDP: dp / shard_size groups hold copies). 0: all of them."""
     compute: torch.dtype | None = None
     """torch.bfloat16: forward and backward in bf16 with fp32 master weights (sharded data axis only)."""
 
@@ -63,8 +70,11 @@ class MeshModel:
         pipeline: apply_pipeline.Pipeline | None,
         loss_fn: LossFunction,
         mesh: Any,
+        ties: Mapping[str, str],
     ) -> None:
         self.module = module
+        self.aliases = dict(ties)
+        """Tied parameters, {alias: canonical name}: what train_state(aliases=...) wants to know."""
         self.shape = shape
         self.coordinates = coordinates
         self.strategy = strategy
@@ -74,9 +84,9 @@ class MeshModel:
         self._loss_fn = loss_fn
         self._mesh = mesh
         self._sharded = any(isinstance(stage, FSDPModule) for _, stage in stages)
-        axes = {name: coordinates[name] for name in ("dp", "tp")}
+        axes = _axes(coordinates, strategy, sharded=self._sharded)
         self._named = list(module.named_parameters())
-        self._counts = {name: apply_gradients.counts_here(parameter, axes) for name, parameter in self._named}
+        self._counts = {name: name not in ties and apply_gradients.counts_here(parameter, axes) for name, parameter in self._named}
         rank = shape.rank(**coordinates)
         self._speaks = coordinates["tp"] == 0
         self._totals = apply_gradients.Totals(order, rank=rank, world_size=shape.world_size, device=apply_layers.device_of(module))
@@ -175,7 +185,16 @@ class MeshModel:
         broken = not apply_gradients.all_finite(gradients)
         if self.shape.dp > 1 and not self._sharded:
             apply_data.sum_in_place(gradients, self._mesh["dp"].get_group())
+        self._sum_ties()
         return broken
+
+    def _sum_ties(self) -> None:
+        held = dict(self.module.named_parameters(remove_duplicate=False))
+        for alias, name in self.aliases.items():
+            first, last = name in held, alias in held
+            if first != last and self.shape.pp > 1:
+                peer = self.shape.pp - 1 if first else 0
+                apply_data.sum_tied(held[name if first else alias], self._mesh["pp"].get_group(), peer, first=first)
 
 
 def apply_mesh(
@@ -204,23 +223,15 @@ def apply_mesh(
     coordinates.pop("cp")
     order = apply_layers.parameter_order(model)
     per_rank = kind.stages_per_rank if shape.pp > 1 else 1
-    num_stages = shape.pp * per_rank
-    ranges = apply_layers.layers_of_stages(num_layers, num_stages, strategy.layers_per_stage if per_rank == 1 else ())
-    mine = apply_layers.stages_of_rank(shape.pp, coordinates["pp"], per_rank, v_shaped=kind.v_shaped and shape.pp > 1)
-    held = sorted(layer for stage in mine for layer in ranges[stage])
-    module = apply_layers.part(model, held, first=0 in mine, last=num_stages - 1 in mine)
-    if shape.tp > 1:
-        apply_tensor.apply_tensor_parallel(module, mesh["tp"], sequence_parallel=strategy.sequence_parallel)
-    stages = [(mine[0], module)]
-    if per_rank > 1:
-        stages = [(stage, apply_layers.part(module, ranges[stage], first=stage == 0, last=stage == num_stages - 1)) for stage in mine]
+    _check_ties(layered.ties, strategy, two_ends=kind.v_shaped and shape.pp > 1)
+    module, stages = _cut(model, mesh, shape, strategy, pp_index=coordinates["pp"], per_rank=per_rank, v_shaped=kind.v_shaped)
     if strategy.zero_stage >= 2 and shape.dp > 1:
         _shard(stages, mesh, shape, strategy)
     pipeline = None
     if shape.pp > 1:
         pipeline = apply_pipeline.Pipeline(
             stages,
-            num_stages=num_stages,
+            num_stages=shape.pp * per_rank,
             kind=kind,
             num_micro_batches=strategy.micro_batches[coordinates["dp"]],
             micro_batch=strategy.micro_batch,
@@ -240,14 +251,54 @@ def apply_mesh(
         pipeline=pipeline,
         loss_fn=loss_fn,
         mesh=mesh,
+        ties=dict(layered.ties),
     )
+
+
+def _cut(
+    model: nn.Module, mesh: Any, shape: MeshShape, strategy: Strategy, *, pp_index: int, per_rank: int, v_shaped: bool
+) -> tuple[nn.Module, list[tuple[int, nn.Module]]]:
+    """This rank's part of the model, tensor-parallel already, and its stages by number: views of that part."""
+    layered = cast("apply_layers.LayeredModel", model)
+    num_stages = shape.pp * per_rank
+    ranges = apply_layers.layers_of_stages(len(layered.layers), num_stages, strategy.layers_per_stage if per_rank == 1 else ())
+    mine = apply_layers.stages_of_rank(shape.pp, pp_index, per_rank, v_shaped=v_shaped and per_rank > 1)
+    held = sorted(layer for stage in mine for layer in ranges[stage])
+    module = apply_layers.part(model, held, first=0 in mine, last=num_stages - 1 in mine)
+    if shape.tp > 1:
+        apply_tensor.apply_tensor_parallel(module, mesh["tp"], sequence_parallel=strategy.sequence_parallel)
+    apply_layers.tie(module, layered.ties)
+    recompute_layers(module, strategy.recompute)
+    if per_rank == 1:
+        return module, [(mine[0], module)]
+    return module, [(stage, apply_layers.part(module, ranges[stage], first=stage == 0, last=stage == num_stages - 1)) for stage in mine]
+
+
+def _check_ties(ties: Mapping[str, str], strategy: Strategy, *, two_ends: bool) -> None:
+    if ties and two_ends and strategy.zero_stage >= 2:
+        raise ConfigurationError(
+            f"schedule {strategy.schedule} puts both ends of a tied parameter on one rank, in two sharded stages",
+            where="--schedule",
+            hint="use 1f1b or interleaved, or ZeRO stage 0",
+        )
 
 
 def _shard(stages: Sequence[tuple[int, nn.Module]], mesh: Any, shape: MeshShape, strategy: Strategy) -> None:
     equal = len(set(strategy.micro_batches)) == 1
     reshard = strategy.zero_stage == 3 and equal and shape.pp == 1
+    axis = mesh["dp"]
+    if strategy.shard_size:
+        axis = axis._unflatten(0, (shape.dp // strategy.shard_size, strategy.shard_size), HSDP_AXES)  # noqa: SLF001 - no public way yet
     for _, stage in stages:
-        apply_data.shard_parameters(stage, mesh["dp"], reshard_after_forward=reshard, compute=strategy.compute)
+        apply_data.shard_parameters(stage, axis, reshard_after_forward=reshard, compute=strategy.compute)
+
+
+def _axes(coordinates: Mapping[str, int], strategy: Strategy, *, sharded: bool) -> dict[str, int]:
+    """This rank's place on the axes over which parameters are sharded or replicated."""
+    if not (sharded and strategy.shard_size):
+        return {"dp": coordinates["dp"], "tp": coordinates["tp"]}
+    group, place = divmod(coordinates["dp"], strategy.shard_size)
+    return {HSDP_AXES[0]: group, HSDP_AXES[1]: place, "tp": coordinates["tp"]}
 
 
 def _check_sizes(shape: MeshShape, strategy: Strategy) -> None:
@@ -259,6 +310,12 @@ def _check_sizes(shape: MeshShape, strategy: Strategy) -> None:
         )
     if strategy.zero_stage not in (0, 2, 3):
         raise ConfigurationError(f"ZeRO stage {strategy.zero_stage} has no runtime here", where="--zero", hint="use 0, 2 or 3")
+    if strategy.shard_size and (strategy.zero_stage < 2 or shape.dp % strategy.shard_size):
+        raise ConfigurationError(
+            f"shard groups of {strategy.shard_size} with ZeRO stage {strategy.zero_stage} and dp = {shape.dp}",
+            where="shard_size",
+            hint="use a divisor of dp and ZeRO stage 2 or 3",
+        )
     if shape.cp > 1:
         raise ConfigurationError(f"cp = {shape.cp} has no runtime here", where="--mesh", hint="use dp, tp and pp")
     if strategy.compute is not None and (strategy.zero_stage < 2 or shape.dp == 1):

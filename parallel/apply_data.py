@@ -64,6 +64,22 @@ def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         tensor.copy_(piece.view_as(tensor))
 
 
+def sum_tied(parameter: nn.Parameter, group: dist.ProcessGroup, peer: int, *, first: bool) -> None:
+    """Add the gradients of the two copies of a tied parameter, held by the first and the last stage.
+
+    Both add in the same order, so that their copies stay equal to the bit. `peer`: the other one's rank in `group`.
+    """
+    mine = local(cast("Tensor", parameter.grad))
+    theirs = torch.empty_like(mine)
+    if first:
+        dist.send(mine, group=group, group_dst=peer)
+        dist.recv(theirs, group=group, group_src=peer)
+    else:
+        dist.recv(theirs, group=group, group_src=peer)
+        dist.send(mine, group=group, group_dst=peer)
+    mine.copy_(mine + theirs if first else theirs + mine)
+
+
 def settle_placements(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Give every gradient the placements of its parameter.
 

@@ -54,10 +54,11 @@ def load(net: MeshModel, optimizer: torch.optim.Optimizer, whole: Mapping[str, n
     prefix = len("optimizer.")
     keys = {name[prefix:].rpartition(".")[2] for name in whole if name.startswith("optimizer.")}
     for name, parameter in net.named_parameters():
+        known = net.aliases.get(name, name)
         with torch.no_grad():
-            parameter.copy_(_like(parameter, whole[f"model.{name}"]))
+            parameter.copy_(_like(parameter, whole[f"model.{known}"]))
         state: dict[str, Tensor] = {"step": torch.tensor(float(step))}
-        state |= {key: _like(parameter, whole[f"optimizer.{name}.{key}"]).clone() for key in keys}
+        state |= {key: _like(parameter, whole[f"optimizer.{known}.{key}"]).clone() for key in keys}
         optimizer.state[parameter] = state
 
 

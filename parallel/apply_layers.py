@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -25,6 +25,8 @@ class LayeredModel(Protocol):
     layers: nn.ModuleDict
     first_parts: Sequence[str]
     last_parts: Sequence[str]
+    ties: Mapping[str, str]
+    """Parameters that are one tensor: {name in a last part: name in a first part}, which is the canonical one. Often empty."""
 
     def tensor_plan(self, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         """Styles for parallelize_module by name; `*` stands for any layer."""
@@ -70,6 +72,25 @@ def part(model: nn.Module, layers: Sequence[int], *, first: bool, last: bool) ->
     children |= dict.fromkeys((*(() if first else whole.first_parts), *(() if last else whole.last_parts)))
     vars(view)["_modules"] = children  # nn.Module has no shallow copy of its own: copy.copy shares the dict of children
     return view
+
+
+def tie(module: nn.Module, ties: Mapping[str, str]) -> None:
+    """Make tied parameters one tensor again where this rank holds both: tensor parallelism shards each by itself.
+
+    Raises:
+        ConfigurationError: the two are sharded in different ways.
+    """
+    held = dict(module.named_parameters(remove_duplicate=False))
+    for alias, name in ties.items():
+        if alias not in held or name not in held or held[alias] is held[name]:
+            continue
+        one, other = held[alias].data, held[name].data
+        if getattr(one, "placements", None) != getattr(other, "placements", None):
+            raise ConfigurationError(
+                f"tied parameters {alias} and {name} are sharded differently", hint="give both the same axis in tensor_plan"
+            )
+        parent, _, attribute = alias.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, held[name])
 
 
 def parameter_order(model: nn.Module) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
+from regrow.parallel.apply_layers import tie
 from regrow.parallel.dropout import PLACES_PER_LAYER, KeyedDropout
 
 
@@ -27,6 +28,8 @@ class Config:
     seq: int = 96
     vocabulary: int = 256
     dropout: float = 0.1
+    tied: bool = False
+    """One matrix for embedding and output."""
 
 
 class Attention(nn.Module):
@@ -121,6 +124,8 @@ class Gpt(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
         self.head: Head | None = Head(config)
         self.apply(_initialise)
+        self.ties = {"head.out.weight": "embedding.bytes.weight"} if config.tied else {}
+        tie(self, self.ties)
 
     def stream(self, micro_batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Meta tensors of one micro-batch: bytes, hidden states, logits."""

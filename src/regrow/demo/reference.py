@@ -27,7 +27,6 @@ from regrow.demo import train_gpt
 from regrow.demo.steplog import StepLog
 from regrow.demo.text import Corpus
 from regrow.ids import MeshShape
-from regrow.parallel.apply import Strategy
 from regrow.parallel.batch import split
 from regrow.parallel.dropout import sample_keys
 
@@ -51,15 +50,16 @@ class Snapshot:
 class Reference:
     """One run of the example's training, step by step."""
 
-    def __init__(self, args: argparse.Namespace, shape: MeshShape, *, seed: int | None = None) -> None:
+    def __init__(self, args: argparse.Namespace, shape: MeshShape, *, seed: int | None = None, **more: Any) -> None:
+        """`seed`: of the dropout keys, when it is not the run's; `more`: fields of the strategy that the example does not offer."""
         self.args = args
         self.shape = shape
         self.seed = args.seed if seed is None else seed
         self.rank = dist.get_rank() if shape.world_size > 1 else 0
         mesh = init_device_mesh("cpu", (shape.dp, shape.pp, shape.tp), mesh_dim_names=("dp", "pp", "tp")) if shape.world_size > 1 else None
         self.counts = split(train_gpt.GLOBAL_BATCH, train_gpt.MICRO_BATCH, shape.dp)
-        strategy = Strategy(micro_batch=train_gpt.MICRO_BATCH, micro_batches=self.counts, zero_stage=args.zero or 0, schedule=args.schedule)
-        self.net, self.optimizer, self.scheduler = train_gpt.build(args, mesh, shape, strategy, torch.device("cpu"))
+        how = dataclasses.replace(train_gpt.strategy(args, train_gpt.MICRO_BATCH, self.counts), **more)
+        self.net, self.optimizer, self.scheduler = train_gpt.build(args, mesh, shape, how, torch.device("cpu"))
         self.corpus = Corpus(seq=args.seq, num_samples=args.samples)
         recipe = Recipe(
             num_samples=len(self.corpus), seed=args.seed, global_batch=train_gpt.GLOBAL_BATCH, micro_batch=train_gpt.MICRO_BATCH
@@ -120,9 +120,9 @@ class Reference:
             self.plan.rebase(snapshot.step, 0)
 
 
-def train(args: argparse.Namespace, shape: MeshShape, folder: Path, *, snapshot_at: int = 0) -> Snapshot | None:
+def train(args: argparse.Namespace, shape: MeshShape, folder: Path, *, snapshot_at: int = 0, **more: Any) -> Snapshot | None:
     """A run without faults from the first step to the last, logged to `folder`. Returns the state after `snapshot_at`."""
-    reference = Reference(args, shape)
+    reference = Reference(args, shape, **more)
     log = reference.open_log(folder, generation=1, restored=0)
     taken: Snapshot | None = None
     for step in range(1, args.steps + 1):
@@ -152,6 +152,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--controls", type=int, default=0, help="continue from a copy of the state after this step, with and without parts of it"
     )
+    parser.add_argument("--shard-size", type=int, default=0, help="replicas that share the shards of one copy (HSDP)")
+    parser.add_argument("--bf16", action="store_true", help="forward and backward in bfloat16")
     parser.add_argument("--rendezvous", default="env://", help="init_method of the process group")
     own, rest = parser.parse_known_args(argv)
     args = train_gpt.parse(rest)
@@ -162,7 +164,8 @@ def main(argv: list[str] | None = None) -> None:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=own.rendezvous, rank=rank, world_size=shape.world_size)
     try:
-        snapshot = train(args, shape, own.folder, snapshot_at=own.controls)
+        more = {"shard_size": own.shard_size, "compute": torch.bfloat16 if own.bf16 else None}
+        snapshot = train(args, shape, own.folder, snapshot_at=own.controls, **more)
         if snapshot is not None:
             controls(args, snapshot, own.folder / "controls")
     finally:

@@ -43,18 +43,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=512, help="size of the training set, in samples of --seq bytes")
     parser.add_argument("--zero", type=int, default=None, choices=(0, 2, 3), help="shard over the data axis (default: the job's)")
     parser.add_argument("--schedule", default="1f1b", help="of the pipeline: gpipe, 1f1b, interleaved, interleaved-zb, zbv, dualpipev")
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"), help="activations in the backward pass")
+    parser.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--warmup", type=int, default=8, help="steps of linear warm-up before the cosine")
     return parser.parse_args(argv)
 
 
+def strategy(
+    args: argparse.Namespace, micro_batch: int, micro_batches: tuple[int, ...], layers_per_stage: tuple[int, ...] = ()
+) -> Strategy:
+    """How a step runs: sizes from the job, the rest from the command line."""
+    return Strategy(
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        layers_per_stage=layers_per_stage,
+        zero_stage=args.zero or 0,
+        schedule=args.schedule,
+        recompute=args.recompute,
+    )
+
+
 def build(
-    args: argparse.Namespace, mesh: Any, shape: MeshShape, strategy: Strategy, device: torch.device
+    args: argparse.Namespace, mesh: Any, shape: MeshShape, plan: Strategy, device: torch.device
 ) -> tuple[MeshModel, torch.optim.AdamW, LambdaLR]:
     """Model on its mesh, optimizer and learning-rate schedule."""
     torch.manual_seed(args.seed)
-    config = Config(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, dropout=args.dropout)
-    net = apply_mesh(Gpt(config).to(device), mesh, shape, strategy)
+    config = Config(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, dropout=args.dropout, tied=args.tied)
+    net = apply_mesh(Gpt(config).to(device), mesh, shape, plan)
     decayed = [parameter for parameter in net.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in net.parameters() if parameter.dim() <= 1]
     groups = [group for group in ({"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}) if group["params"]]
@@ -83,18 +99,13 @@ def main() -> None:
     args.seed = run.seed if args.seed is None else args.seed
     args.zero = run.job_spec.zero_stage if args.zero is None else args.zero
     corpus = Corpus(seq=args.seq, num_samples=args.samples)
-    strategy = Strategy(
-        micro_batch=run.micro_batch,
-        micro_batches=run.spec.micro_batches,
-        zero_stage=args.zero,
-        schedule=args.schedule,
-        layers_per_stage=run.spec.layers_per_stage,
+    net, optimizer, scheduler = build(
+        args, run.mesh, run.mesh_shape, strategy(args, run.micro_batch, run.spec.micro_batches, run.spec.layers_per_stage), run.device
     )
-    net, optimizer, scheduler = build(args, run.mesh, run.mesh_shape, strategy, run.device)
     seed_generators(args.seed, run.rank)
 
     plan = run.batches(num_samples=len(corpus), seed=args.seed)
-    state = run.train_state(model=net.module, optimizer=optimizer, scheduler=scheduler, digest_every=1)
+    state = run.train_state(model=net.module, optimizer=optimizer, scheduler=scheduler, aliases=net.aliases, digest_every=1)
     restored = state.restore()
     log = StepLog.from_environment(generation=run.spec.generation, restart=run.spec.restart_count, rank=run.rank)
     log.start(net, restored=restored, num_samples=len(corpus), global_batch=run.global_batch)
@@ -104,6 +115,8 @@ def main() -> None:
         inputs, targets = (part.to(run.device) for part in corpus.samples(torch.from_numpy(batch.samples)))
         keys = sample_keys(args.seed, step, torch.from_numpy(batch.positions).to(run.device))
         result = net.forward_backward(inputs, targets, keys)
+        if result.broken_ranks:
+            raise FloatingPointError(f"step {step}: gradient of rank {result.broken_ranks[0]} is not finite")
         optimizer.step()
         rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
