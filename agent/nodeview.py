@@ -6,11 +6,17 @@ import time
 from typing import TYPE_CHECKING
 
 from regrow import wire
-from regrow.agent.progress import read_progress
+from regrow.agent.progress import Progress, read_progress
 from regrow.agent.protocol import StoreState
+from regrow.agent.roster import process_state
 
 if TYPE_CHECKING:
     from regrow.agent.driver import Agent
+
+_QUIET_SECONDS = 1.0
+"""A word that has not changed for so long makes the agent look at the process itself."""
+_NOT_RUNNING = {"T": "stopped", "t": "traced", "Z": "gone", "": "gone"}
+"""State letters of /proc/<pid>/stat under which a worker cannot go on, as phases of a beat."""
 
 CAPABILITIES = ("warm_fork", "spare_store", "stacks", "checkpoint_writer")
 
@@ -99,7 +105,7 @@ class NodeView:
                 rank=worker.rank,
                 started_step=word.started_step,
                 applied_step=word.applied_step,
-                phase=word.phase,
+                phase=_phase(word, now),
                 age_seconds=word.age_seconds(now),
             )
             for worker in local.order.workers
@@ -120,3 +126,10 @@ class NodeView:
             hardware_id=self._hardware_id,
             capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
         )
+
+
+def _phase(word: Progress, now_ns: int) -> str:
+    """The phase that the worker published; of one that went quiet, whether its process runs at all (SIGSTOP, ptrace, gone)."""
+    if word.age_seconds(now_ns) < _QUIET_SECONDS or not word.pid:
+        return word.phase
+    return _NOT_RUNNING.get(process_state(word.pid), word.phase)
