@@ -76,13 +76,13 @@ def _of_generation(view: View, event: _OfGeneration) -> View:
         return view
     if isinstance(event, e.CheckpointMoved):
         return with_job(view, generation.checkpoint_moved(job, event))
+    if isinstance(event, e.MemberPhase | e.WorkersExited):
+        view = fold_nodes.running(view, event)
     current = job.generation
     if current is None or current.number != event.generation or current.stage == "ended":
         return view
     if isinstance(event, e.StartWasRefused) and event.node_unusable:
         view = fold_nodes.unusable(view, event.node, event.reason)
-    if isinstance(event, e.MemberPhase | e.WorkersExited):
-        view = fold_nodes.running(view, event)
     return with_job(view, _fold_current(job, current, event))
 
 

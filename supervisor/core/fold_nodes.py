@@ -155,6 +155,8 @@ def running(view: View, event: e.MemberPhase | e.WorkersExited) -> View:
         if event.phase == "started" and node.running != (event.job, event.generation):
             highest = max(node.highest_generation, event.generation)
             return put(view, _change(node, running=(event.job, event.generation), highest_generation=highest, stop_sent=None))
+        if event.phase == "stopped" and node.running is not None and node.running[0] == event.job and node.running[1] <= event.generation:
+            return put(view, _change(node, running=None, stop_sent=None))
         return view
     job = view.jobs[event.job]
     member = job.generation.members.get(event.node) if job.generation else None

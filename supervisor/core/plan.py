@@ -123,15 +123,16 @@ def _leftovers(view: View, now: float, draft: Draft) -> None:
 
 
 def _wanted(job: JobView, node: str, number: int) -> bool:
-    """True: leave it alone. A generation that is being recorded or started replaces older workers itself."""
+    """True: leave it alone. A generation that starts replaces older workers itself; while it is being recorded, the one before
+    goes on, for the record may fail."""
     generation = job.generation
     if generation is None:
         return False
     if generation.stage == "ended":
         return False
-    if node in generation.members:
+    if node in generation.members or number == generation.number:
         return True
-    return number == generation.number
+    return job.before is not None and node in job.before.members
 
 
 def _releases(view: View, draft: Draft) -> None:
@@ -139,7 +140,7 @@ def _releases(view: View, draft: Draft) -> None:
         name
         for job in view.jobs.values()
         if job.generation is not None and job.generation.stage != "ended" and job.outcome is None
-        for name in job.generation.members
+        for name in (*job.generation.members, *(job.before.members if job.before is not None else ()))
     }
     recorded = [action for action in draft.actions if isinstance(action, a.RecordGeneration)]
     ending = {action.job for action in draft.actions if isinstance(action, a.RecordGeneration | a.EndJob | a.ParkJob)}

@@ -121,7 +121,7 @@ def _record(
         commit_address=committing.peer_address,
         restart_count=len(job.ledger.charges) + (1 if why.charge else 0),
         reason=text[:500],
-        failures_per_second=rates.failure_rate(job, now),
+        failures_per_second=rates.failure_rate(job, now, more=1 if why.charge else 0),
     )
     book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger
     book = _change(book, frontier=max(book.frontier, job.frontier), num_incidents=len(job.incidents) + (1 if seed else 0))

@@ -11,13 +11,13 @@ _DEFAULT_PRIOR_PER_SECOND = 1.0 / 86_400.0
 """One failure a day until something is known."""
 
 
-def failure_rate(job: JobView, now: float) -> float:
-    """Posterior mean of the job's failure rate, per second: Gamma(1, 1/prior) updated by n incidents in T seconds.
+def failure_rate(job: JobView, now: float, *, more: int = 0) -> float:
+    """Posterior mean of the job's failure rate, per second: Gamma(1, 1/prior) updated by n incidents (and `more`) in T seconds.
 
     (1 + n) / (1/prior + T), the conjugate update of a Poisson rate (Gelman et al., Bayesian Data Analysis, section 2.6).
     """
     prior = job.spec.checkpoint.prior_failures_per_hour / 3600.0 or _DEFAULT_PRIOR_PER_SECOND
-    return (1 + len(job.ledger.charges)) / (1.0 / prior + max(0.0, now - job.submitted_at))
+    return (1 + len(job.ledger.charges) + more) / (1.0 / prior + max(0.0, now - job.submitted_at))
 
 
 def median_step(job: JobView) -> float | None:

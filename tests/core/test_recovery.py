@@ -18,7 +18,7 @@ def test_program_error_before_the_first_step_stops_at_once() -> None:
     assert (outcome.state, outcome.exit_code, outcome.rank, outcome.node) == ("failed", 78, 3, "b")
     assert "ValueError: bad" in outcome.traceback
     assert not world.take(a.RecordGeneration)[1:]
-    assert world.view.nodes["a"].stop_sent is not None
+    assert world.view.nodes["a"].running is None
 
 
 def test_plain_script_is_restarted_once_and_stopped_at_the_same_place() -> None:

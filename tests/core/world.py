@@ -97,6 +97,8 @@ class World:
                 port = int(action.master_address.rpartition(":")[2]) + 1
                 passed.append(e.SpareStoreChanged(at=self.now, node=action.node, address=f"{action.node}:{port}"))
             return passed
+        if isinstance(action, a.StopWorkers):
+            return [self.phase_event(action.node, "stopped", job=action.job, generation=action.generation)]
         return []
 
     def phase_event(self, node: str, phase: str, *, job: str, generation: int) -> e.MemberPhase:
