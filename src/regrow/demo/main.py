@@ -27,6 +27,9 @@ JOB = "demo"
 NODES, SLOTS = 4, 2
 GLOBAL_BATCH, MICRO_BATCH = 16, 2
 
+POLICY = (("REGROW_POLICY_HANG_FLOOR_SECONDS", "6"), ("REGROW_POLICY_GROWTH_COOLDOWN_SECONDS", "3"))
+"""Time constants for a run of two minutes; the hang limit is still learned from the step times, above this floor."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DemoOptions:
@@ -99,7 +102,7 @@ def _fresh(root: Path) -> None:
 
 
 async def _train(options: DemoOptions, root: Path, view: LiveView) -> tuple[dict[str, Any], list[Injected]]:
-    plan = ClusterPlan(root=root, nodes=NODES, slots=SLOTS, fake_nvml=True)
+    plan = ClusterPlan(root=root, nodes=NODES, slots=SLOTS, fake_nvml=True, env=POLICY)
     cluster = LocalCluster(plan)
     for number, node in enumerate(plan.node_names()):
         cluster.nvml_state(node).parent.mkdir(parents=True, exist_ok=True)
