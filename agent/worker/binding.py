@@ -136,10 +136,12 @@ def restore_point(environment: WorkerEnvironment) -> wire.RestorePoint | None:
     return entry.restore_point() if entry is not None else None
 
 
-def bind(run: Run, loop: StepLoop, link: AgentLink, exchange: Exchange, *, digest_every: int, **objects: Any) -> BoundState:
+def bind(
+    run: Run, loop: StepLoop, link: AgentLink, exchange: Exchange, *, digest_every: int, digest_budget: float, **objects: Any
+) -> BoundState:
     """Make the TrainState of this run, let the step loop save it, and watch it."""
     environment = run.environment
-    watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), digest_every)
+    watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), every=digest_every, budget=digest_budget)
     if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
         return BoundState(run, loop, link, None)
     first = environment.rank - environment.local_rank
@@ -160,11 +162,11 @@ def bind(run: Run, loop: StepLoop, link: AgentLink, exchange: Exchange, *, diges
     return BoundState(run, loop, link, state)
 
 
-def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[Any], digest_every: int) -> None:
+def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[Any], *, every: int = 0, budget: float = 0.0) -> None:
     """Digest and check at rest by a hook of the first optimizer; tell chaos where the tensors are."""
     loop.faults.bind(lambda: named_parameters(modules), lambda: named_optimizer_state(modules, optimizers))
     digester = Digester(digest_key(run.environment.job, run.seed))
-    loop.watch = StateWatch(modules, optimizers, digester, loop.faults, digest_every)
+    loop.watch = StateWatch(modules, optimizers, digester, loop.faults, every=every, budget=budget)
     if optimizers and hasattr(optimizers[0], "register_step_pre_hook"):
         optimizers[0].register_step_pre_hook(lambda *_: loop.before_update())
 

@@ -27,10 +27,11 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     """A rank has no room for another snapshot: nobody saves (a save is all ranks or none)."""
     refuse: int = 0
     """A rank's state must not be published (non-finite loss or gradient, memory that changed at rest)."""
-    digest: int = 0
-    """Take a digest at this boundary although none is due."""
     step_us: int = 0
     cost_us: int = 0
+    """Of one exchange."""
+    digest_us: int = 0
+    """Of a digest of everything and its check at rest."""
     reserved: int = 0
 
 

@@ -39,7 +39,8 @@ from regrow.agent.worker.data import BatchPlan, Recipe
 from regrow.agent.worker.environment import Defaults, WorkerEnvironment
 from regrow.agent.worker.groups import Groups, pick_device
 from regrow.agent.worker.link import AgentLink
-from regrow.agent.worker.steps import Measures, StepLoop
+from regrow.agent.worker.ports import Measures
+from regrow.agent.worker.steps import StepLoop
 from regrow.ids import MeshShape
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class Run:
         data: Any = None,
         extra: dict[str, Any] | None = None,
         digest_every: int = 0,
+        digest_budget: float = 0.0,
         **options: Any,
     ) -> BoundState:
         """Bind the training state to this run: what is saved, restored, digested.
@@ -199,6 +201,8 @@ class Run:
             data: an object with state_dict and load_state_dict, for loaders that have a state; `run.batches` needs none.
             extra: more such objects, by name.
             digest_every: digest of parameters and optimizer state every so many steps, with the check at rest; 0: never.
+            digest_budget: share of the step time that digests may cost, like 0.005. Then each step looks at a part only, in turn,
+                and at everything before a save.
             options: passed on to `regrow.ckpt.state.TrainState`: aliases, generators, facts, back_pressure, wait_seconds.
 
         Without a checkpoint folder nothing is saved; digest, check at rest and chaos work all the same.
@@ -210,7 +214,7 @@ class Run:
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "extra": extra, **options}
         # The control group carries it, so that nothing of ours queues among the user's collectives.
         over = exchange.over(self._groups.control) if self.world_size > 1 else exchange.alone
-        return bind(self, self._loop, self._link, over, digest_every=digest_every, **objects)
+        return bind(self, self._loop, self._link, over, digest_every=digest_every, digest_budget=digest_budget, **objects)
 
     def restored(self, step: int, samples: int | None = None, seconds: float = 0.0) -> None:
         """Go on after completed step `step` with `samples` consumed. `BoundState.restore` calls it; so does a script that

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from regrow import wire
 from regrow.agent.progress import ProgressWriter
@@ -16,6 +13,7 @@ from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.control import ControlVector, Words
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.link import AgentLink
+from regrow.agent.worker.ports import Keeper, Measures, NoWatch, Watch
 from regrow.errors import ConfigurationError, OperationalError
 
 if TYPE_CHECKING:
@@ -25,82 +23,6 @@ _log = logging.getLogger("regrow.worker")
 
 DURABLE_SECONDS = 300.0
 """How long the end of a job waits for the writer to make the last snapshot durable."""
-
-
-class Keeper(Protocol):
-    """What the step boundary asks of the checkpointed state."""
-
-    def ready(self) -> bool:
-        """Is there room for a snapshot now? Once true it stays true until the next save."""
-        ...
-
-    def save(self, step: int, samples: int) -> wire.SaveReport:
-        """Take a snapshot. Returns when training may go on."""
-        ...
-
-    def wait_durable(self, step: int, seconds: float) -> bool:
-        """Wait until this rank's part of `step` is on storage; False at the deadline or when it failed."""
-        ...
-
-    def write_seconds(self) -> float:
-        """How long the newest durable snapshot took to become durable; 0 while there is none."""
-        ...
-
-
-class Watch(Protocol):
-    """What looks at the state around an update: digest, at-rest check, chaos."""
-
-    def before_sync(self) -> str:
-        """Gradients are this rank's own still: name of the first parameter whose gradient is not finite, empty: none."""
-        ...
-
-    def before_update(self) -> None:
-        """Gradients are ready, nothing is written yet: the check at rest."""
-        ...
-
-    def applied(self, step: int) -> str:
-        """After the update of `step`: the digest as hex, empty when none is due."""
-        ...
-
-    def take_mismatch(self) -> str:
-        """Name of a tensor that changed at rest since the last call; empty: none."""
-        ...
-
-
-class NoWatch:
-    """Looks at nothing."""
-
-    def before_sync(self) -> str:
-        """No check."""
-        return ""
-
-    def before_update(self) -> None:
-        """No check."""
-
-    def applied(self, step: int) -> str:
-        """No digest."""
-        del step
-        return ""
-
-    def take_mismatch(self) -> str:
-        """No mismatch."""
-        return ""
-
-
-class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a script tells of a step. None and 0: not known on this rank."""
-
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    tokens: int = 0
-    compute_seconds: float | None = None
-
-    @property
-    def nonfinite(self) -> str:
-        """Name of a number that was given and is infinite or NaN: such a state must not be published. Empty: none."""
-        given = {"loss": self.loss, "grad_norm": self.grad_norm}
-        return next((name for name, value in given.items() if value is not None and not math.isfinite(value)), "")
 
 
 class StepLoop:
@@ -127,7 +49,8 @@ class StepLoop:
         self.num_skipped_saves = 0
         self._want_save = False
         self._want_stop = False
-        self._refuse = False
+        self._damaged = False
+        self._doubtful = False
         self._num_applied = 0
         self._last_saved = -1
         self._began = time.perf_counter()
@@ -232,17 +155,23 @@ class StepLoop:
             self._progress.publish(applied_step=step)
         self._cadence.stepped(seconds)
         self._hear()
-        self._report(step, measures, seconds)
-        self._boundary(step)
+        agreed = self._control.agreed() if self._control.due(step) or step == self.total else None
+        self._report(step, measures, seconds, agreed)
+        if agreed is not None:
+            self._boundary(step, agreed)
+        self.watch.resting(step)
         self._num_applied += 1
         if self._num_applied == 1:
             self.passed("first_step", seconds)
 
-    def _report(self, step: int, measures: Measures, seconds: float) -> None:
-        digest, mismatch = self.watch.applied(step), self.watch.take_mismatch()
+    def _report(self, step: int, measures: Measures, seconds: float, agreed: Words | None) -> None:
+        if agreed is not None:
+            self.watch.agreed_cost(agreed.digest_us, agreed.step_us)
+        saves = agreed is not None and bool(agreed.save or agreed.stop or step == self.total)
+        digest, mismatch = self.watch.applied(step, whole=saves), self.watch.take_mismatch()
         nonfinite, self._nonfinite = self._nonfinite or measures.nonfinite, ""
-        if mismatch or nonfinite:
-            self._refuse = True
+        self._damaged |= bool(mismatch)
+        self._doubtful |= bool(nonfinite)
         environment = self._environment
         compute = measures.compute_seconds if measures.compute_seconds is not None else self._computed
         self._link.send(
@@ -266,11 +195,8 @@ class StepLoop:
 
     # --- agreement --------------------------------------------------------------------------------------------
 
-    def _boundary(self, step: int) -> None:
+    def _boundary(self, step: int, agreed: Words) -> None:
         last = step == self.total
-        if not last and not self._control.due(step):
-            return
-        agreed = self._control.agreed()
         wait = last or bool(agreed.stop)
         if agreed.save or wait:
             self._save(step, agreed, wait=wait)
@@ -292,11 +218,13 @@ class StepLoop:
         before, then = self._last_exchange
         now = time.perf_counter()
         self._last_exchange = (step, now)
+        doubtful, self._doubtful = self._doubtful, False
         return Words(
             save=int(self._want_save or due),
             stop=int(self._want_stop),
             busy=int(keeper is not None and not keeper.ready()),
-            refuse=int(self._refuse),
+            refuse=int(self._damaged or doubtful),
+            digest_us=int(self.watch.cost_seconds() * 1e6),
             step_us=int((now - then) * 1e6 / max(1, step - before)),
             cost_us=self._cost_us,
         )
@@ -329,7 +257,7 @@ class StepLoop:
             reason = "a rank refuses: its state is not finite, or its memory changed at rest"
         elif agreed.busy and not wait:
             reason = "a rank has no room for another snapshot: the one before is not durable yet"
-        elif self._refuse:
+        elif self._damaged or self._doubtful:
             outcome, reason = "failed", "the state of this rank is not finite, or its memory changed at rest"
         if reason:
             return wire.SaveReport(
@@ -341,6 +269,8 @@ class StepLoop:
             )
         before = self.current_phase
         self.phase("save")
+        if wait:
+            keeper.wait_durable(step, DURABLE_SECONDS)  # of those before: this one is not skipped for want of room
         write_seconds = keeper.write_seconds()
         if write_seconds > 0.0:
             self._cadence.wrote(write_seconds)

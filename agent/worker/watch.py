@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, local_part
 
+WHOLE = (0, 1)
+MAX_PARTS = 1000
 REPLICA_AXES = frozenset(("pp", "tp"))
 """Mesh axes whose shards differ by right between ranks that a digest compares; sharded over any other, nothing is compared."""
 
@@ -58,15 +62,27 @@ class StateWatch:
     """
 
     def __init__(
-        self, modules: Sequence[torch.nn.Module], optimizers: Sequence[Any], digester: Digester, faults: Faults, every: int
+        self,
+        modules: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        digester: Digester,
+        faults: Faults,
+        *,
+        every: int = 0,
+        budget: float = 0.0,
     ) -> None:
         self._modules = modules
         self._optimizers = optimizers
         self._digester = digester
         self._faults = faults
-        self._every = every
+        self._every = every or int(budget > 0.0)
+        self._budget = budget
         self._rest: tuple[Digests, Digests] | None = None
+        self._resting_part = WHOLE
         self._mismatch = ""
+        self._cost = 0.0
+        self.parts = 1
+        """In how many steps everything is looked at once."""
         self.num_checks = 0
 
     def before_sync(self) -> str:
@@ -85,30 +101,44 @@ class StateWatch:
         replicated, sharded = self._rest
         self._rest = None
         self.num_checks += 1
-        now = self._take()
+        now = self._take(self._resting_part)
         self._mismatch = self._mismatch or replicated.first_difference(now[0]) or sharded.first_difference(now[1])
 
-    def applied(self, step: int) -> str:
+    def applied(self, step: int, *, whole: bool = False) -> str:
         """The update of `step` is applied: its digest as hex, empty when none is due or nothing is replicated."""
         self._rest = None
         self._faults.updated(step)
-        text = ""
-        if self._every and step % self._every == 0:
-            self._rest = self._take()
-            text = self._rest[0].text if self._rest[0].names else ""
+        if not self._every or (step % self._every and not whole):
+            return ""
+        self._resting_part = WHOLE if whole or self.parts == 1 else (step // self._every % self.parts, self.parts)
+        begin = time.process_time()
+        self._rest = self._take(self._resting_part)
+        self._cost = 2 * (time.process_time() - begin) * self._resting_part[1]
+        return self._rest[0].text if self._rest[0].names else ""
+
+    def resting(self, step: int) -> None:
+        """From here to the next update nothing may change."""
         self._faults.at_rest(step)
-        return text
+
+    def agreed_cost(self, digest_us: int, step_us: int) -> None:
+        """Choose the number of parts so that a step's part costs the budget at most; the same on all ranks."""
+        if self._budget > 0.0 and step_us > 0:
+            self.parts = min(MAX_PARTS, max(1, math.ceil(digest_us / (self._budget * step_us))))
+
+    def cost_seconds(self) -> float:
+        """CPU time of a whole digest and its check at rest."""
+        return self._cost
 
     def take_mismatch(self) -> str:
         """Name of the first tensor that changed at rest since the last call; empty: none."""
         found, self._mismatch = self._mismatch, ""
         return found
 
-    def _take(self) -> tuple[Digests, Digests]:
+    def _take(self, part: tuple[int, int]) -> tuple[Digests, Digests]:
         """Digests of what is replicated over the data axis, and of what is sharded over it."""
         replicated: list[tuple[str, torch.Tensor]] = []
         sharded: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in self._tensors():
+        for name, tensor in part_of(list(self._tensors()), *part):
             (replicated if is_replicated(tensor) else sharded).append((name, tensor))
         return self._digester.digest(replicated), self._digester.digest(sharded)
 
@@ -117,3 +147,17 @@ class StateWatch:
             yield f"model.{name}", tensor
         for name, tensor in named_optimizer_state(self._modules, self._optimizers):
             yield f"optimizer.{name}", tensor
+
+
+def part_of(tensors: list[tuple[str, torch.Tensor]], part: int, parts: int) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of part 0..parts-1: runs of about equal size, every tensor in exactly one. Replicas cut alike."""
+    if parts == 1:
+        return tensors
+    sizes = [local_part(tensor).numel() for _, tensor in tensors]
+    total, before = sum(sizes) or 1, 0
+    chosen: list[tuple[str, torch.Tensor]] = []
+    for entry, size in zip(tensors, sizes, strict=True):
+        if min(parts - 1, (2 * before + size) * parts // (2 * total)) == part:
+            chosen.append(entry)
+        before += size
+    return chosen

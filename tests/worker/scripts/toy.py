@@ -52,7 +52,14 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
     plan = run.batches(num_samples=int(os.environ.get("NUM_SAMPLES", "1003")))
-    watch_state(run, run._loop, [model], [optimizer], int(os.environ.get("DIGEST_EVERY", "1")))
+    watch_state(
+        run,
+        run._loop,
+        [model],
+        [optimizer],
+        every=int(os.environ.get("DIGEST_EVERY", "1")),
+        budget=float(os.environ.get("DIGEST_BUDGET", "0")),
+    )
     keeper = None
     if "KEEP" in os.environ:
         keeper = FileKeeper(Path(os.environ["KEEP"]), run.rank, {"model": model.state_dict()})

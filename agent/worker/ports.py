@@ -1,0 +1,108 @@
+"""What the step boundary asks of the state, and what a script tells it (torch-free)."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import msgspec
+
+from regrow import wire
+
+
+class Keeper(Protocol):
+    """What the step boundary asks of the checkpointed state."""
+
+    def ready(self) -> bool:
+        """Is there room for a snapshot now? Once true it stays true until the next save."""
+        ...
+
+    def save(self, step: int, samples: int) -> wire.SaveReport:
+        """Take a snapshot. Returns when training may go on."""
+        ...
+
+    def wait_durable(self, step: int, seconds: float) -> bool:
+        """Wait until this rank's part of `step` is on storage; False at the deadline or when it failed."""
+        ...
+
+    def write_seconds(self) -> float:
+        """How long the newest durable snapshot took to become durable; 0 while there is none."""
+        ...
+
+
+class Watch(Protocol):
+    """What looks at the state around an update: digest, at-rest check, chaos."""
+
+    def before_sync(self) -> str:
+        """Gradients are this rank's own still: name of the first parameter whose gradient is not finite, empty: none."""
+        ...
+
+    def before_update(self) -> None:
+        """Gradients are ready, nothing is written yet: the check at rest."""
+        ...
+
+    def applied(self, step: int, *, whole: bool) -> str:
+        """After the update of `step`: the digest as hex, empty when none is due. `whole`: of everything, as a save follows."""
+        ...
+
+    def resting(self, step: int) -> None:
+        """The boundary of `step` is over; until the next update nothing may change."""
+        ...
+
+    def agreed_cost(self, digest_us: int, step_us: int) -> None:
+        """What a whole digest and a step take on the slowest rank, as all ranks agreed."""
+        ...
+
+    def cost_seconds(self) -> float:
+        """What a whole digest and its check at rest take on this rank; 0: not known."""
+        ...
+
+    def take_mismatch(self) -> str:
+        """Name of a tensor that changed at rest since the last call; empty: none."""
+        ...
+
+
+class NoWatch:
+    """Looks at nothing."""
+
+    def before_sync(self) -> str:
+        """No check."""
+        return ""
+
+    def before_update(self) -> None:
+        """No check."""
+
+    def applied(self, step: int, *, whole: bool) -> str:
+        """No digest."""
+        del step, whole
+        return ""
+
+    def resting(self, step: int) -> None:
+        """Nothing rests."""
+
+    def agreed_cost(self, digest_us: int, step_us: int) -> None:
+        """No cost."""
+
+    def cost_seconds(self) -> float:
+        """No cost."""
+        return 0.0
+
+    def take_mismatch(self) -> str:
+        """No mismatch."""
+        return ""
+
+
+class Measures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a script tells of a step. None and 0: not known on this rank."""
+
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens: int = 0
+    compute_seconds: float | None = None
+
+    @property
+    def nonfinite(self) -> str:
+        """Name of a number that was given and is infinite or NaN: such a state must not be published. Empty: none."""
+        given = {"loss": self.loss, "grad_norm": self.grad_norm}
+        return next((name for name, value in given.items() if value is not None and not math.isfinite(value)), "")

@@ -1,0 +1,342 @@
+"""The parts of the step boundary one by one: exchange period, cadence of saves, the line to the agent, the environment, the watch."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from regrow import wire
+from regrow.agent.worker import environment
+from regrow.agent.worker.cadence import Cadence
+from regrow.agent.worker.chaos import Faults, flip_bit
+from regrow.agent.worker.control import MAX_PERIOD, ControlVector, Words, exchange_period
+from regrow.agent.worker.digest import Digester
+from regrow.agent.worker.environment import Defaults
+from regrow.agent.worker.link import AgentLink
+from regrow.agent.worker.watch import StateWatch, part_of
+from regrow.errors import ConfigurationError
+from regrow.ids import MeshShape
+
+# --- control vector --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step_us", "cost_us", "period"),
+    [
+        (1_000_000, 300, 1),
+        (1_000_000, 50_000, 1),  # a lag of one second at most, whatever it costs
+        (100_000, 400, 1),
+        (100_000, 1_000, 3),
+        (10_000, 400, 10),
+        (1_000, 400, MAX_PERIOD),
+        (0, 0, 1),
+        (5_000_000, 10, 1),
+    ],
+)
+def test_exchange_period(step_us: int, cost_us: int, period: int) -> None:
+    assert exchange_period(Words(step_us=step_us, cost_us=cost_us)) == period
+
+
+def test_overhead_is_bounded_where_the_lag_allows() -> None:
+    for step_us in (500, 2_000, 20_000, 200_000):
+        for cost_us in (50, 200, 800):
+            period = exchange_period(Words(step_us=step_us, cost_us=cost_us))
+            assert period == MAX_PERIOD or cost_us / (period * step_us) <= 0.004
+
+
+def test_all_ranks_act_at_the_same_step() -> None:
+    """Ranks that measure other step times and hear orders at other moments: same exchanges, same orders, one exchange late."""
+    said: list[tuple[int, ...]] = []
+
+    def start(words: tuple[int, ...]) -> Any:
+        said.append(words)
+        number = (len(said) - 1) // 3
+        return lambda: tuple(max(column) for column in zip(*said[3 * number : 3 * number + 3], strict=True))
+
+    ranks = [ControlVector(start) for _ in range(3)]
+    orders: list[list[int]] = [[], [], []]
+    exchanged: list[list[int]] = [[], [], []]
+    for step in range(1, 61):
+        due = {vector.due(step) for vector in ranks}
+        assert len(due) == 1
+        if not due.pop():
+            continue
+        agreed = [vector.agreed() for vector in ranks]
+        for rank, vector in enumerate(ranks):
+            exchanged[rank].append(step)
+            if agreed[rank].save:
+                orders[rank].append(step)
+            vector.start(step, Words(save=int(rank == 1 and step >= 20), step_us=20_000 + 7_000 * rank, cost_us=300 + 50 * rank))
+    assert orders[0] == orders[1] == orders[2] != []
+    assert orders[0][0] > 20
+    assert exchanged[0] == exchanged[1] == exchanged[2]
+    assert exchanged[0][-1] - exchanged[0][-2] == exchange_period(Words(step_us=34_000, cost_us=400))
+
+
+def test_one_rank_needs_nobody() -> None:
+    vector = ControlVector()
+    vector.start(1, Words(save=1))
+    assert vector.agreed().save == 1
+    assert vector.agreed().save == 0
+
+
+# --- when to save ----------------------------------------------------------------------------------------------------
+
+
+def cadence(**policy: Any) -> Cadence:
+    spec = wire.GenerationSpec(job="j", epoch=1, generation=1, mesh=MeshShape(), world_size=1, nodes=("a",), failures_per_second=1e-3)
+    made = Cadence(wire.CheckpointPolicy(**policy), spec)
+    made.started_at(0, 0.0)
+    return made
+
+
+def test_first_save_is_early_then_the_formula() -> None:
+    """sqrt(2 x 0.05 s stall x 1000 s between failures) = 10 s = 20 steps of half a second."""
+    one = cadence()
+    assert not one.due(1, 1)
+    one.stepped(0.5)
+    assert one.due(1, 1)
+    one.saved(2, 0.05)
+    one.wrote(0.3)
+    assert one.interval().interval_seconds == pytest.approx(10.0)
+    assert next(step for step in range(3, 40) if one.due(step, 1)) == 21
+
+
+def test_bounds_and_orders() -> None:
+    one = cadence(min_interval_seconds=30.0)
+    one.stepped(0.5)
+    one.saved(2, 0.05)
+    assert one.interval().steps == 60
+    one.ordered(wire.Control(save_interval_seconds=4.0))
+    assert one.due(9, 1)
+    assert not one.due(8, 1)
+    one.ordered(wire.Control(save_interval_seconds=0.0, failures_per_second=1.0))
+    assert one.interval().failures_per_second == 1.0
+    assert not one.due(20, 1)
+
+
+# --- the line to the agent -------------------------------------------------------------------------------------------
+
+
+def listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(1)
+    listener.settimeout(20)
+    return listener
+
+
+class Ticking:
+    """A clock that moves at each reading."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def phase(name: str) -> wire.WorkerPhase:
+    return wire.WorkerPhase(generation=1, rank=0, phase=name)
+
+
+def test_kept_lines_come_again_after_a_reconnection(tmp_path: Path) -> None:
+    hello = wire.WorkerHello(job="j", generation=1, rank=0, pid=1)
+    link = AgentLink(str(tmp_path / "s"), hello, monotonic=Ticking())
+    link.send(phase("imported"), keep=True)  # nobody listens yet
+    link.send(wire.StepReport(generation=1, rank=0, step=1), droppable=True)
+    with listen(tmp_path / "s") as listener:
+        link.flush()
+        with listener.accept()[0] as first:
+            first.settimeout(20)
+            got = [wire.decode(line, wire.FromWorker) for line in first.recv(65536).splitlines()]
+    assert [type(line).__name__ for line in got] == ["WorkerHello", "WorkerPhase", "StepReport"]
+    assert link.receive() == []
+    assert not link.connected
+    link.send(phase("finished"), keep=True)
+    with listen(tmp_path / "s") as listener:
+        link.flush()
+        with listener.accept()[0] as second:
+            second.settimeout(20)
+            got = [wire.decode(line, wire.FromWorker) for line in second.recv(65536).splitlines()]
+            second.sendall(wire.encode(wire.Control(save=True))[:9])
+            assert link.receive() == []
+            second.sendall(
+                wire.encode(wire.Control(save=True))[9:]
+                + b'{"type":"later"}\n'
+                + b"garbage\n"
+                + wire.encode(wire.Control(inject={"kind": "x"}))
+            )
+            assert [order.save for order in link.receive()] == [True, False]
+    assert [line.phase for line in got[1:]] == ["imported", "finished"]
+    assert link.connections == 2
+    link.close()
+
+
+def test_a_slow_agent_never_blocks_and_loses_step_reports_only(tmp_path: Path) -> None:
+    with listen(tmp_path / "s") as listener:
+        link = AgentLink(str(tmp_path / "s"))
+        link.flush()
+        with listener.accept()[0] as agent:
+            agent.settimeout(20)
+            for step in range(60_000):
+                link.send(wire.StepReport(generation=1, rank=0, step=step, digest="0" * 16), droppable=True)
+            link.send(phase("finished"))
+            received = b""
+            while not received.endswith(b'"finished"}\n') and b"finished" not in received[-200:]:
+                link.flush()
+                received += agent.recv(1 << 20)
+            lines = [wire.decode(line, wire.FromWorker) for line in received.splitlines()]
+        link.close()
+    steps = [line.step for line in lines if isinstance(line, wire.StepReport)]
+    assert steps == sorted(steps)
+    assert steps[0] == 0
+    assert steps[-1] == 59_999
+    assert len(steps) < 60_000
+    assert isinstance(lines[-1], wire.WorkerPhase)
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_environment_of_a_plain_process() -> None:
+    plain = environment.read({}, Defaults(global_batch=12, micro_batch=4))
+    assert (plain.rank, plain.world_size, plain.supervised, plain.generation) == (0, 1, False, 0)
+    assert plain.spec.micro_batches == (3,)
+
+
+def test_environment_of_torchrun() -> None:
+    source = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    found = environment.read({**source, "REGROW_MESH": "2x2x1"}, Defaults(global_batch=10))
+    assert found.spec.mesh == MeshShape(dp=2, tp=2)
+    assert found.spec.micro_batches == (5, 5)
+    assert found.master_address == "h:1"
+    assert environment.read(source, Defaults(global_batch=10)).spec.micro_batches == (3, 3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "says"),
+    [
+        ({"WORLD_SIZE": "4", "REGROW_MESH": "2x1x1"}, Defaults(), "needs 2 workers, the world has 4"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, Defaults(), "outside a world"),
+        ({"RANK": "one"}, Defaults(), "not a number"),
+        ({"REGROW_GLOBAL_BATCH": "12"}, Defaults(global_batch=16), "asks for a global batch of 16, the job says 12"),
+        ({"REGROW_GLOBAL_BATCH": "12", "REGROW_MICRO_BATCH": "5"}, Defaults(), "not a multiple"),
+        ({"REGROW_SPEC": "/nowhere"}, Defaults(), "cannot be read"),
+        ({"REGROW_MESH": "3x"}, Defaults(), "cannot be read"),
+    ],
+)
+def test_environment_that_contradicts_itself(source: dict[str, str], asked: Defaults, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        environment.read(source, asked)
+
+
+def test_seed_of_job_and_script(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    for seed, asked, expected in ((0, 7, 7), (5, None, 5), (5, 5, 5), (0, None, 0)):
+        job.write_bytes(msgspec.json.encode(wire.JobSpec(job="j", argv=(), seed=seed)))
+        assert environment.read({"REGROW_JOB_SPEC": str(job)}, Defaults(seed=asked)).job_spec.seed == expected
+    job.write_bytes(msgspec.json.encode(wire.JobSpec(job="j", argv=(), seed=5)))
+    with pytest.raises(ConfigurationError, match="asks for seed 6, the job says 5"):
+        environment.read({"REGROW_JOB_SPEC": str(job)}, Defaults(seed=6))
+
+
+# --- the watch -------------------------------------------------------------------------------------------------------
+
+
+def watched(**settings: Any) -> tuple[StateWatch, torch.nn.Module, torch.optim.Optimizer, Faults]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(6)])
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    faults = Faults(enabled=True, rank=0)
+    return StateWatch([model], [optimizer], Digester(1), faults, **settings), model, optimizer, faults
+
+
+def train(watch: StateWatch, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, whole: bool = False) -> str:
+    model(torch.ones(1, 16)).sum().backward()
+    watch.before_update()
+    optimizer.step()
+    optimizer.zero_grad()
+    text = watch.applied(step, whole=whole)
+    watch.resting(step)
+    return text
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 9, 40])
+def test_parts_cover_every_tensor_once(parts: int) -> None:
+    tensors = [(f"t{size}", torch.zeros(size)) for size in (1, 500, 3, 0, 200, 200, 7, 1, 90)]
+    cut = [part_of(tensors, part, parts) for part in range(parts)]
+    assert [name for part in cut for name, _ in part] == [name for name, _ in tensors]
+
+
+def test_rolling_watch_finds_a_flip_within_a_round() -> None:
+    watch, model, optimizer, _ = watched(budget=0.005)
+    train(watch, model, optimizer, 1)
+    assert watch.cost_seconds() > 0
+    watch.agreed_cost(10_000, 250_000)
+    assert watch.parts == 8
+    for step in range(2, 30):
+        train(watch, model, optimizer, step)
+    assert watch.take_mismatch() == ""
+    found: list[str] = []
+    for step in range(30, 38):
+        train(watch, model, optimizer, step)
+        flip_bit(model[3].weight.data, 17, 5)
+        found.append(watch.take_mismatch())
+    watch.before_update()
+    found.append(watch.take_mismatch())
+    assert {name for name in found if name} == {"model.3.weight"}
+
+
+def test_rolling_digests_agree_between_replicas_and_are_whole_before_a_save() -> None:
+    one, two = watched(budget=0.005), watched(budget=0.005)
+    for watch, *_ in (one, two):
+        watch.agreed_cost(10_000, 250_000)
+    digests = [[train(*side[:3], step, whole=step == 7) for step in range(1, 12)] for side in (one, two)]
+    assert digests[0] == digests[1]
+    plain = watched(every=1)
+    everything = [train(*plain[:3], step) for step in range(1, 12)]
+    same = [step for step, (part, whole) in enumerate(zip(digests[0], everything, strict=True), start=1) if part == whole]
+    assert same == [7]
+
+
+def test_every_other_step() -> None:
+    watch, model, optimizer, _ = watched(every=3)
+    texts = [train(watch, model, optimizer, step) for step in range(1, 8)]
+    assert [bool(text) for text in texts] == [False, False, True, False, False, True, False]
+    assert train(watch, model, optimizer, 8, whole=True)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "parameter"])
+def test_injected_flip_is_named(where: str) -> None:
+    watch, model, optimizer, faults = watched(every=1)
+    faults.bind(
+        lambda: [(f"{i}.weight", layer.weight) for i, layer in enumerate(model)],
+        lambda: [("4.bias.exp_avg_sq", optimizer.state[model[4].bias]["exp_avg_sq"])] if optimizer.state else [],
+    )
+    train(watch, model, optimizer, 1)
+    faults.accept({"kind": "flip_bit", "where": where, "when": "rest", "bit": 3, "step": 2})
+    train(watch, model, optimizer, 2)
+    assert watch.take_mismatch() == ""
+    train(watch, model, optimizer, 3)
+    assert watch.take_mismatch() == ("optimizer.4.bias.exp_avg_sq" if where == "optimizer" else "model.0.weight")
+    assert [order.kind for order in faults.done] == ["flip_bit"]
+
+
+def test_orders_for_others_and_nonsense_are_left_alone() -> None:
+    faults = Faults(enabled=True, rank=2)
+    faults.accept({"kind": "raise", "rank": 1})
+    faults.accept({"kind": 5})
+    faults.accept({"what": 1})
+    faults.entered("step", 1)
+    off = Faults(enabled=False, rank=2)
+    off.accept({"kind": "raise"})
+    off.entered("step", 1)
+    assert faults.done == off.done == []
