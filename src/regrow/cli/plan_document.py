@@ -18,6 +18,12 @@ _MOST_REJECTED = 100
 def document(request: Request, result: Result, notes: list[str]) -> dict[str, Any]:
     """The whole answer of one planning."""
     best = result.best
+    if best is not None and best.usage.total > 0.95 * request.inventory.gpu_memory_bytes:
+        share = best.usage.total / request.inventory.gpu_memory_bytes
+        notes = [
+            *notes,
+            f"the best plan fills {share:.0%} of the memory, within the model's error of 10 %: measure it, or raise --reserve-gb",
+        ]
     return {
         "inventory": inventory(request.inventory),
         "model": model(request.model),
