@@ -308,6 +308,27 @@ def storage_warnings(checkpoint: float, storage: float, keep: int) -> list[str]:
     ]
 
 
+class Tier(msgspec.Struct, frozen=True, kw_only=True):
+    """One place of checkpoints: the node's memory, a peer's memory, a local disk, shared storage."""
+
+    name: str
+    share: float
+    """Share of all failures that only this tier, or one further out, survives: 1 for the first that anything needs."""
+    stall_seconds: float
+    write_seconds: float
+
+
+def tier_intervals(tiers: tuple[Tier, ...], failures_per_second: float, bounds: Bounds | None = None) -> dict[str, Interval]:
+    """An interval for each tier by itself: its own stall and write time, and only the failures that need it."""
+    controller = Controller(bounds or Bounds(max_seconds=math.inf))
+    return {
+        tier.name: controller.choose_at(
+            Measured(stall_seconds=tier.stall_seconds, write_seconds=tier.write_seconds), failures_per_second * tier.share
+        )
+        for tier in tiers
+    }
+
+
 def notice_needed(measured: Measured) -> float:
     """Seconds of notice that one step and one durable save need."""
     return measured.step_seconds + max(measured.stall_seconds or 0.0, measured.write_seconds)

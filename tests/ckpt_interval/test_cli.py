@@ -179,3 +179,15 @@ def test_people_see_the_valley(regrow: Regrow, capsys: pytest.CaptureFixture[str
     assert "T*" in text
     assert "MTBF 24 h" in text
     assert sum(line.count("*") for line in text.splitlines() if "|" in line) > 30
+
+
+def test_each_tier_has_an_interval_of_its_own(regrow: Regrow) -> None:
+    tiers = ("--tier", "memory:1:0.02:0.5", "--tier", "disk:0.4:0.02:20", "--tier", "storage:0.1:2:300")
+    code, document, _ = regrow("interval", "--mtbf-hours", 3, "--save-seconds", 2, *tiers)
+    assert code == 0
+    memory, disk, storage = document["tiers"]
+    assert memory["interval_seconds"] == pytest.approx(math.sqrt(2 * 0.02 * 3 * 3600))
+    assert disk["interval_seconds"] == pytest.approx(math.sqrt(2 * 0.02 * 3 * 3600 / 0.4))
+    assert (storage["interval_seconds"], storage["rule"]) == (pytest.approx(math.sqrt(2 * 2 * 3 * 3600 / 0.1)), "formula")
+    for broken in ("disk", "disk:2:1:1", "disk:0.5:-1:1", "disk:a:b:c", "disk:0.5:1:nan"):
+        assert regrow("interval", "--mtbf-hours", 3, "--save-seconds", 2, "--tier", broken)[0] == 2

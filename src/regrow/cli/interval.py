@@ -49,6 +49,7 @@ def interval(
     storage_gb: Annotated[float, typer.Option(help="Space for checkpoints.", rich_help_panel=_BOUND)] = 0.0,
     keep: Annotated[int, typer.Option(help="Checkpoints that are kept.", rich_help_panel=_BOUND)] = 3,
     max_lost_gpu_hours: Annotated[float, typer.Option(help="Most that one failure may cost; needs --gpus.", rich_help_panel=_BOUND)] = 0.0,
+    tier: Annotated[list[str] | None, typer.Option(help="NAME:SHARE:STALL:WRITE, an interval of its own for each.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write E(T) as a picture.")] = None,
     json: Json = False,
 ) -> None:
@@ -84,5 +85,7 @@ def _show(document: dict[str, Any]) -> None:
     for row in curve_text(points, mark=hours):
         line(row)
     line(f"            interval in hours (log), cost in {document['cost_unit']}; + is T*")
+    for tier in document["tiers"]:
+        line(f"tier {tier['name']}: every {tier['interval_seconds']:.4g} s ({tier['reason']})")
     for warning in document["warnings"]:
         line(f"warning: {warning}")

@@ -91,6 +91,7 @@ def answer(flags: dict[str, Any]) -> dict[str, Any]:
             "needed_seconds": interval.notice_needed(measured),
             "fits": flags["notice_seconds"] >= interval.notice_needed(measured) if flags["notice_seconds"] else None,
         },
+        "tiers": _tiers(flags, rate),
         "curve": costs,
         "warnings": warnings,
     }
@@ -115,6 +116,32 @@ def write_svg(document: dict[str, Any], path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OperationalError(f"cannot write: {error.strerror}", where=str(path), hint="choose another --svg path") from error
+
+
+def _tiers(flags: dict[str, Any], rate: float) -> list[dict[str, Any]]:
+    tiers: list[interval.Tier] = []
+    for text in flags["tier"] or []:
+        parts = text.split(":")
+        try:
+            name, numbers = parts[0], [float(part) for part in parts[1:]]
+            share, stall, write = numbers
+        except ValueError as error:
+            hint = "NAME:SHARE:STALL:WRITE, for example disk:0.3:0.5:20 (share of failures, seconds, seconds)"
+            raise ConfigurationError(f"{text!r} is not a tier", where="--tier", hint=hint) from error
+        if not 0 < share <= 1 or not all(0 <= value <= _MOST for value in (stall, write)):
+            raise ConfigurationError(f"{text!r} has impossible numbers", where="--tier", hint="0 < share <= 1, times of at least 0 s")
+        tiers.append(interval.Tier(name=name, share=share, stall_seconds=stall, write_seconds=write))
+    found = interval.tier_intervals(tuple(tiers), rate / 3600.0)
+    return [
+        {
+            "name": name,
+            "interval_seconds": one.interval_seconds,
+            "overhead_ratio": one.overhead_ratio,
+            "rule": one.rule,
+            "reason": one.reason,
+        }
+        for name, one in found.items()
+    ]
 
 
 def _check(flags: dict[str, Any]) -> None:
