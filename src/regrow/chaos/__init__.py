@@ -1,0 +1,1 @@
+"""Faults on purpose, with ground truth and a score card: `regrow chaos`."""

@@ -1,0 +1,92 @@
+"""What can be broken, and what Regrow must then say. The ground truth of the score card: a closed table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Names = Literal["rank", "node", "nothing"]
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of fault."""
+
+    name: str
+    text: str
+    incidents: tuple[str, ...] = ()
+    """Kinds of incident that are a right answer; empty: the job must go on without any."""
+    names: Names = "nothing"
+    """What the incident must name."""
+    level: Literal["worker", "node", "cluster"] = "node"
+    """worker: needs a rank; node: a node; cluster: neither."""
+    parameters: tuple[str, ...] = ()
+    needs_library: bool = False
+    """Only in jobs that use the worker library and run with chaos enabled."""
+    within_seconds: float = 60.0
+
+
+_KINDS = (
+    Kind(name="worker_kill", text="SIGKILL one worker", incidents=("worker_exit",), names="rank", level="worker", parameters=("signal",)),
+    Kind(name="worker_stop", text="SIGSTOP one worker", incidents=("hang",), names="rank", level="worker"),
+    Kind(
+        name="worker_hang",
+        text="a worker never comes back from a phase",
+        incidents=("hang",),
+        names="rank",
+        level="worker",
+        parameters=("phase",),
+        needs_library=True,
+    ),
+    Kind(
+        name="worker_raise",
+        text="a Python exception in one rank",
+        incidents=("worker_exit",),
+        names="rank",
+        level="worker",
+        needs_library=True,
+    ),
+    Kind(
+        name="worker_slow",
+        text="one rank is slower by a share of the step; nothing may restart",
+        level="worker",
+        parameters=("ratio", "steps"),
+        needs_library=True,
+    ),
+    Kind(
+        name="flip_bit",
+        text="one bit of the optimizer state or the parameters flips",
+        incidents=("sdc",),
+        names="rank",
+        level="worker",
+        parameters=("where", "bit", "when"),
+        needs_library=True,
+    ),
+    Kind(
+        name="node_kill",
+        text="agent, shim, workers and writer of a node vanish",
+        incidents=("node_lost",),
+        names="node",
+        parameters=("back_after",),
+    ),
+    Kind(name="agent_kill", text="SIGKILL the agent: training goes on"),
+    Kind(name="shim_kill", text="SIGKILL the shim: its workers die with it", incidents=("worker_exit", "node_lost"), names="node"),
+    Kind(name="writer_kill", text="SIGKILL the checkpoint writer: training goes on"),
+    Kind(name="preempt", text="SIGTERM to a node's agent", incidents=("leaving",), names="node"),
+    Kind(name="nvml_xid", text="an XID in NVML's event log", incidents=("unhealthy",), names="node", parameters=("xid",)),
+    Kind(name="nvml_noise", text="XIDs that are the program's own or clean-up: no node may go", parameters=("xid",)),
+    Kind(name="nvml_lost", text="a GPU answers GPU_IS_LOST", incidents=("unhealthy",), names="node"),
+    Kind(name="nvml_ecc", text="the uncorrectable ECC counter grows", incidents=("unhealthy",), names="node"),
+    Kind(name="nvml_recovery", text="the driver asks for a recovery action", incidents=("unhealthy",), names="node", parameters=("value",)),
+    Kind(name="nvml_hang", text="the driver does not answer any more", incidents=("unhealthy",), names="node", within_seconds=90.0),
+    Kind(name="supervisor_kill", text="SIGKILL the supervisor: training goes on", level="cluster"),
+    Kind(name="etcd_kill", text="SIGKILL etcd: training goes on", level="cluster"),
+)
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _KINDS}
+
+SEVERE_XIDS = (48, 62, 74, 79, 95, 119)
+NOISE_XIDS = (13, 31, 43, 45, 63)
+
+COSTS: dict[str, float] = {"miss": 5.0, "wrong_rank": 1.0, "wrong_node": 20.0, "wrong_kind": 2.0, "false_alarm": 10.0, "late": 1.0}
+"""Weights of what can go wrong. Blaming a sound node costs far more than one miss: it takes hardware away and hides the fault."""

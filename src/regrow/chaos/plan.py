@@ -1,0 +1,219 @@
+"""A chaos plan: TOML in, checked data out. A seed and a plan give the same faults in the same order."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from regrow.chaos.kinds import KINDS, NOISE_XIDS, SEVERE_XIDS, Kind
+from regrow.errors import ConfigurationError
+
+VERSION = 1
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ClusterPart(_Table, frozen=True, kw_only=True):
+    """The cluster that the plan runs on."""
+
+    nodes: int = 3
+    slots: int = 1
+
+
+class JobPart(_Table, frozen=True, kw_only=True):
+    """The job that is hurt; without a script: the byte-level GPT of the demo, data parallel."""
+
+    script: str = ""
+    args: tuple[str, ...] = ()
+    steps: int = 200
+    """Of the built-in job: enough that it outlives the plan; it is stopped when the plan is done."""
+    global_batch: int = 12
+
+
+class Fault(_Table, frozen=True, kw_only=True):
+    """One fault. `node` and `rank` may be "any": drawn with the seed when its turn comes."""
+
+    kind: str
+    node: str = "any"
+    rank: int | str = "any"
+    quiet_seconds: float = 15.0
+    """For faults that must not cause an incident: how long to watch for one."""
+    within_seconds: float = 0.0
+    """Deadline of detection; 0: the kind's own."""
+    signal: str = "KILL"
+    phase: str = "step"
+    ratio: float = 0.05
+    steps: int = 20
+    where: str = "optimizer"
+    when: str = "rest"
+    bit: int = 22
+    xid: int = 79
+    value: int = 1
+    back_after: float = 2.0
+    """node_kill: the node returns so many seconds after the recovery."""
+
+    @property
+    def truth(self) -> Kind:
+        """What Regrow must say."""
+        return KINDS[self.kind]
+
+    @property
+    def deadline_seconds(self) -> float:
+        """For detection."""
+        return self.within_seconds or self.truth.within_seconds
+
+
+class Plan(_Table, frozen=True, kw_only=True):
+    """A whole plan."""
+
+    version: int = VERSION
+    name: str = "plan"
+    seed: int = 0
+    cluster: ClusterPart = ClusterPart()
+    job: JobPart = JobPart()
+    fault: tuple[Fault, ...] = ()
+
+
+BUILT_IN: dict[str, str] = {
+    "smoke": """
+name = "smoke"
+[cluster]
+nodes = 3
+[[fault]]
+kind = "worker_kill"
+[[fault]]
+kind = "nvml_noise"
+xid = 31
+quiet_seconds = 5
+[[fault]]
+kind = "nvml_xid"
+xid = 79
+""",
+    "gpu": """
+name = "gpu"
+[cluster]
+nodes = 4
+[[fault]]
+kind = "nvml_noise"
+xid = 13
+[[fault]]
+kind = "nvml_ecc"
+[[fault]]
+kind = "nvml_hang"
+[[fault]]
+kind = "nvml_lost"
+""",
+    "daemons": """
+name = "daemons"
+[cluster]
+nodes = 3
+[[fault]]
+kind = "agent_kill"
+[[fault]]
+kind = "supervisor_kill"
+[[fault]]
+kind = "etcd_kill"
+[[fault]]
+kind = "writer_kill"
+[[fault]]
+kind = "shim_kill"
+""",
+    "workers": """
+name = "workers"
+[cluster]
+nodes = 4
+[[fault]]
+kind = "worker_raise"
+[[fault]]
+kind = "worker_stop"
+[[fault]]
+kind = "worker_slow"
+[[fault]]
+kind = "flip_bit"
+[[fault]]
+kind = "node_kill"
+""",
+}
+"""Plans that ship with the package, by name."""
+
+
+def load(source: str) -> Plan:
+    """A plan by the name of a built-in one, or from a file.
+
+    Raises:
+        ConfigurationError: unreadable, unknown kind, key or value, with what to try.
+    """
+    if source in BUILT_IN:
+        return parse(BUILT_IN[source], where=f"plan {source}")
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            "no such plan", where=source, hint=f"name a TOML file, or one of {', '.join(BUILT_IN)}; `regrow chaos ls` shows what they do"
+        ) from error
+    return parse(text, where=source)
+
+
+def parse(text: str, *, where: str) -> Plan:
+    """Read and check a plan.
+
+    Raises:
+        ConfigurationError: as for `load`.
+    """
+    try:
+        plan = msgspec.convert(tomllib.loads(text), Plan)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigurationError(str(error), where=where, hint="docs/chaos.md shows a plan") from error
+    if plan.version != VERSION:
+        raise ConfigurationError(f"version {plan.version} is not known", where=where, hint=f"this Regrow reads version {VERSION}")
+    if plan.cluster.nodes < 1 or plan.cluster.slots < 1:
+        raise ConfigurationError("a cluster needs a node and a slot", where=f"{where}, [cluster]")
+    if not plan.fault:
+        raise ConfigurationError("has no faults", where=where, hint="add a [[fault]]")
+    for number, fault in enumerate(plan.fault, 1):
+        _check(fault, f"{where}, fault {number}", plan)
+    return plan
+
+
+def _check(fault: Fault, where: str, plan: Plan) -> None:
+    if fault.kind not in KINDS:
+        near = difflib.get_close_matches(fault.kind, KINDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known kinds: {', '.join(KINDS)}"
+        raise ConfigurationError(f"unknown kind {fault.kind!r}", where=where, hint=hint)
+    names = [f"n{number}" for number in range(plan.cluster.nodes)]
+    if fault.node not in ("any", *names):
+        raise ConfigurationError(f"node {fault.node!r} is not in the cluster", where=where, hint=f"any, {', '.join(names)}")
+    if isinstance(fault.rank, str) and fault.rank != "any":
+        raise ConfigurationError(f"rank {fault.rank!r} is not a number", where=where, hint='a number, or "any"')
+    if fault.kind == "nvml_noise" and fault.xid not in NOISE_XIDS:
+        raise ConfigurationError(f"XID {fault.xid} is no noise", where=where, hint=f"one of {', '.join(map(str, NOISE_XIDS))}")
+    if fault.truth.needs_library and plan.job.script and not plan.job.args:
+        return  # the script may or may not use the worker library: the injection itself says so
+
+
+def draw(number: int, *, seed: int, nodes: int = 4) -> Plan:
+    """A random plan of `number` faults: kinds and XIDs by the seed. Faults that take a node for good are kept below the number of nodes."""
+    chooser = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    faults: list[Fault] = []
+    spare = nodes - 2
+    while len(faults) < number:
+        kind = chooser.choice(tuple(KINDS.values()))
+        takes_node = kind.incidents and (kind.name.startswith("nvml_") or kind.name in ("preempt", "flip_bit"))
+        if takes_node and spare == 0:
+            continue
+        spare -= bool(takes_node)
+        xid = chooser.choice(NOISE_XIDS if kind.name == "nvml_noise" else SEVERE_XIDS)
+        faults.append(Fault(kind=kind.name, xid=xid, quiet_seconds=8.0))
+    return Plan(name=f"drawn-{seed}", seed=seed, cluster=ClusterPart(nodes=nodes), fault=tuple(faults))
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    return msgspec.to_builtins(plan)

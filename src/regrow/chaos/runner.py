@@ -1,0 +1,270 @@
+"""Runs a plan on a local cluster: injects, watches what the supervisor says, and keeps the ground truth."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from regrow import wire
+from regrow.agent.health.fake_nvml.control import FakeNvml
+from regrow.chaos.kinds import Kind
+from regrow.chaos.plan import Fault, Plan
+from regrow.chaos.score import Card, Shot, card
+from regrow.errors import ConfigurationError, OperationalError
+from regrow.local.cluster import ClusterPlan, LocalCluster
+from regrow.local.launch import Follower, submit
+from regrow.local.live import LiveView
+
+JOB = "chaos"
+_SETTLE_SECONDS = 180.0
+_RECOVER_SECONDS = 180.0
+_INJECT_SECONDS = 10.0
+
+_ORDERS: dict[str, Callable[[Fault], dict[str, Any]]] = {
+    "worker_hang": lambda fault: {"kind": "hang", "phase": fault.phase},
+    "worker_raise": lambda _: {"kind": "raise"},
+    "worker_slow": lambda fault: {"kind": "slow", "ratio": fault.ratio, "steps": fault.steps},
+    "flip_bit": lambda fault: {"kind": "flip_bit", "where": fault.where, "when": fault.when, "bit": fault.bit},
+}
+_ADMIN = {
+    "worker_kill": "kill_worker",
+    "worker_stop": "stop_worker",
+    "agent_kill": "kill_agent",
+    "shim_kill": "kill_shim",
+    "writer_kill": "kill_writer",
+}
+
+
+class Runner:
+    """One plan, one cluster, one job."""
+
+    def __init__(self, plan: Plan, root: Path, *, plain: bool = True) -> None:
+        self._plan = plan
+        self._root = root.absolute()
+        self._plain = plain
+        self._random = random.Random(plan.seed)  # noqa: S311 - repeatable, not secret
+        self._cluster = LocalCluster(ClusterPlan(root=self._root, nodes=plan.cluster.nodes, slots=plan.cluster.slots, fake_nvml=True))
+        self._shots: list[Shot] = []
+        self._seen: dict[str, float] = {}
+
+    async def run(self) -> Card:
+        """Run to the end of the plan, then stop everything.
+
+        Raises:
+            OperationalError: the cluster or the job did not come up, or the job ended before the plan.
+        """
+        self._prepare()
+        with LiveView(title=f"chaos {self._plan.name}", plain=self._plain) as view:
+            async with self._cluster as cluster:
+                await submit(cluster.api, self._specification())
+                follower = Follower(cluster.api, JOB, view, period_seconds=0.1)
+                following = asyncio.create_task(follower.follow())
+                began = time.monotonic()
+                try:
+                    for number, fault in enumerate(self._plan.fault, 1):
+                        view.note(f"fault {number} of {len(self._plan.fault)}: {fault.kind}", "bold red")
+                        await self._shoot(fault, follower)
+                    return await self._judge(cluster, time.monotonic() - began)
+                finally:
+                    following.cancel()
+                    await asyncio.gather(following, return_exceptions=True)
+
+    # --- before
+
+    def _prepare(self) -> None:
+        if self._root.exists() and any(self._root.iterdir()):
+            raise ConfigurationError("the folder is not empty", where=str(self._root), hint="give another --run-dir")
+        for number, node in enumerate(self._cluster.plan.node_names()):
+            state = self._cluster.nvml_state(node)
+            state.parent.mkdir(parents=True, exist_ok=True)
+            FakeNvml(state).write(devices=self._plan.cluster.slots, node=number)
+
+    def _specification(self) -> wire.JobSpec:
+        job = self._plan.job
+        if job.script:
+            argv = (str(Path(job.script).absolute()), *job.args)
+        else:
+            import regrow.demo
+
+            script = Path(regrow.demo.__file__).with_name("train_gpt.py")
+            argv = (str(script), "--steps", str(job.steps), "--seed", str(self._plan.seed), "--layers", "2", "--seq", "32", *job.args)
+        return wire.JobSpec(
+            job=JOB,
+            argv=argv,
+            cwd=str(self._root),
+            env={"REGROW_CHAOS": "1", "OMP_NUM_THREADS": "1", "REGROW_STEP_LOG": str(self._root / "steps")},
+            nproc_per_node=self._plan.cluster.slots,
+            min_nodes=1,
+            max_nodes=self._plan.cluster.nodes,
+            global_batch=job.global_batch,
+            seed=self._plan.seed,
+            checkpoint=wire.CheckpointPolicy(path=str(self._root / "checkpoints"), max_interval_seconds=8.0, prior_failures_per_hour=60.0),
+            nice=10,
+        )
+
+    # --- one fault
+
+    async def _shoot(self, fault: Fault, follower: Follower) -> None:
+        await self._settled(follower)
+        node, rank = self._target(fault, follower.document)
+        known = self._incident_ids(follower.document)
+        step = int(follower.document.get("step") or 0)
+        at = time.monotonic()
+        shot = Shot(kind=fault.kind, node=node, rank=rank, at=at, deadline_seconds=fault.deadline_seconds)
+        try:
+            await self._inject(fault, node, rank)
+        except OperationalError as error:
+            self._shots.append(msgspec.structs.replace(shot, injected=False, detail=str(error)))
+            return
+        seen = await self._first_incident(fault.truth, fault, follower, known)
+        if seen is not None:
+            shot = msgspec.structs.replace(shot, seen_at=self._seen[seen["id"]], incident=seen)
+            went_on = await self._reached(follower, lambda now: _recovered(now, seen["id"]), _RECOVER_SECONDS)
+        else:
+            went_on = await self._reached(follower, lambda now: int(now.get("step") or 0) >= step + 2, _RECOVER_SECONDS)
+        await self._undo(fault, node)
+        self._shots.append(msgspec.structs.replace(shot, went_on=went_on))
+
+    async def _settled(self, follower: Follower) -> None:
+        generation, step = follower.document.get("generation"), int(follower.document.get("step") or 0)
+
+        def ready(now: dict[str, Any]) -> bool:
+            further = int(now.get("step") or 0) >= step + 2 or now.get("generation") != generation
+            saved = (now.get("checkpoint") or {}).get("step") is not None
+            return now.get("state") == "running" and saved and further and not _open(now)
+
+        await follower.until(ready, "a running job with a committed checkpoint", _SETTLE_SECONDS)
+
+    def _target(self, fault: Fault, document: dict[str, Any]) -> tuple[str, int]:
+        members = {entry["node"]: list(entry["ranks"]) for entry in document.get("nodes", []) if entry.get("ranks")}
+        if fault.truth.level == "cluster":
+            return "", -1
+        if isinstance(fault.rank, int) and fault.truth.level == "worker":
+            node = next((name for name, ranks in members.items() if fault.rank in ranks), "")
+            return node, fault.rank
+        node = self._random.choice(sorted(members)) if fault.node == "any" else fault.node
+        if fault.truth.level == "node":
+            return node, -1
+        return node, self._random.choice(members.get(node) or [-1])
+
+    async def _first_incident(self, truth: Kind, fault: Fault, follower: Follower, known: set[str]) -> dict[str, Any] | None:
+        seconds = fault.deadline_seconds if truth.incidents else fault.quiet_seconds
+
+        def fresh(now: dict[str, Any]) -> list[dict[str, Any]]:
+            return [one for one in now.get("incidents", []) if one["id"] not in known]
+
+        if not await self._reached(follower, lambda now: bool(fresh(now)), seconds):
+            return None
+        first = fresh(follower.document)[0]
+        self._seen[first["id"]] = time.monotonic()
+        return first
+
+    async def _reached(self, follower: Follower, condition: Callable[[dict[str, Any]], bool], seconds: float) -> bool:
+        with contextlib.suppress(OperationalError):
+            await follower.until(condition, "it", seconds)
+            return True
+        return False
+
+    # --- how each is done
+
+    async def _inject(self, fault: Fault, node: str, rank: int) -> None:
+        if fault.kind in _ORDERS:
+            await self._ask_agent(node, "worker", rank, order=_ORDERS[fault.kind](fault))
+        elif fault.kind in _ADMIN:
+            await self._ask_agent(node, _ADMIN[fault.kind], rank, signal=fault.signal)
+        elif fault.kind.startswith("nvml_"):
+            self._hurt_gpu(fault, FakeNvml(self._cluster.nvml_state(node)))
+        else:
+            await self._others()[fault.kind](node)
+
+    def _others(self) -> dict[str, Callable[[str], Awaitable[None]]]:
+        return {
+            "node_kill": self._cluster.kill_node,
+            "preempt": self._preempt,
+            "supervisor_kill": self._kill_supervisor,
+            "etcd_kill": self._kill_etcd,
+        }
+
+    def _hurt_gpu(self, fault: Fault, fake: FakeNvml) -> None:
+        if fault.kind in ("nvml_xid", "nvml_noise"):
+            fake.set_xid(0, fault.xid)
+        elif fault.kind == "nvml_lost":
+            fake.lose(0, xid=None)
+        elif fault.kind == "nvml_ecc":
+            fake.set_device(0, ecc_uncorrected_volatile=1)
+        elif fault.kind == "nvml_recovery":
+            fake.set_device(0, recovery_action=fault.value)
+        else:
+            fake.hang()
+
+    async def _preempt(self, node: str) -> None:
+        agent = self._cluster.children[f"agent {node}"]
+        agent.wanted = False
+        if agent.pid is not None:
+            os.kill(agent.pid, signal.SIGTERM)
+
+    async def _kill_supervisor(self, _node: str) -> None:
+        self._cluster.children["supervisor"].kill()
+
+    async def _kill_etcd(self, _node: str) -> None:
+        assert self._cluster.etcd is not None
+        self._cluster.etcd.send_signal(signal.SIGKILL)
+
+    async def _undo(self, fault: Fault, node: str) -> None:
+        """Nodes come back so that the next fault finds a cluster; condemned GPUs stay condemned."""
+        if fault.kind == "node_kill":
+            await asyncio.sleep(fault.back_after)
+            await self._cluster.start_node(node)
+        elif fault.kind == "preempt":
+            await self._cluster.start_node(node)
+        elif fault.kind == "nvml_hang":
+            FakeNvml(self._cluster.nvml_state(node)).resume()
+
+    async def _ask_agent(self, node: str, kind: str, rank: int, **more: Any) -> None:
+        line = json.dumps({"type": "inject", "kind": kind, "rank": rank, **more}).encode() + b"\n"
+        try:
+            async with asyncio.timeout(_INJECT_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(str(self._cluster.node_state(node) / "agent.sock"))
+                writer.write(line)
+                await writer.drain()
+                answer = await reader.readline()
+                writer.close()
+        except (OSError, TimeoutError) as error:
+            raise OperationalError(f"the agent does not answer: {error}", where=f"node {node}") from error
+        if kind != "kill_agent" and not json.loads(answer or b"{}").get("done"):
+            raise OperationalError(f"not injected: {answer.decode().strip()}", where=f"node {node}")
+
+    # --- after
+
+    async def _judge(self, cluster: LocalCluster, seconds: float) -> Card:
+        document = await cluster.api.get(f"/v1/jobs/{JOB}")
+        latest = {one["id"]: one for one in document.get("incidents", [])}
+        shots = [
+            msgspec.structs.replace(shot, incident=latest.get(shot.incident["id"], shot.incident)) if shot.incident else shot
+            for shot in self._shots
+        ]
+        ours = {shot.incident["id"] for shot in shots if shot.incident}
+        stray = len(set(latest) - ours)
+        return card(shots, plan=self._plan.name, seed=self._plan.seed, stray_incidents=stray, observed_seconds=seconds)
+
+    @staticmethod
+    def _incident_ids(document: dict[str, Any]) -> set[str]:
+        return {one["id"] for one in document.get("incidents", [])}
+
+
+def _open(document: dict[str, Any]) -> bool:
+    return any(not one.get("recovered") and not one.get("closed") for one in document.get("incidents", []))
+
+
+def _recovered(document: dict[str, Any], incident: str) -> bool:
+    return any(one["id"] == incident and one.get("recovered") for one in document.get("incidents", [])) and not _open(document)
