@@ -66,6 +66,7 @@ def _joined(view: View, event: e.NodeJoined) -> View:
         health=hello.health,
         healthy_since=(before.healthy_since if before and before.healthy_since is not None else event.at) if healthy else None,
         leaving=before.leaving if before is not None and same_process else "",
+        leaving_at=before.leaving_at if before is not None and same_process else None,
         leave_by=before.leave_by if before is not None and same_process else None,
         released=before.released if before is not None and same_process else False,
         unusable=before.unusable if before is not None and same_process else "",
@@ -116,8 +117,10 @@ def condition(view: View, event: e.NodeHealth | e.NodeLeaving | e.NodeCommandGiv
             since = (node.healthy_since if node.healthy_since is not None else event.at) if event.verdict.state == "healthy" else None
             return put(view, _change(node, health=event.verdict, healthy_since=since))
         case e.NodeLeaving():
+            if node.leaving:
+                return view
             leave_by = event.at + event.notice_seconds if event.notice_seconds > 0 else None
-            return put(view, _change(node, leaving=event.reason or "asked to", leave_by=leave_by))
+            return put(view, _change(node, leaving=event.reason or "asked to", leaving_at=event.at, leave_by=leave_by))
         case _:
             assert_never(event)
 

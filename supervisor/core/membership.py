@@ -48,6 +48,8 @@ def slots_for(node: NodeView, spec: wire.JobSpec) -> int:
 def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozenset[str] = frozenset()) -> list[Seat]:
     """Nodes that can be members, at most max_nodes: members of the last generation in rank order, then others by name.
 
+    Newcomers to a job that has run must be ready to start workers at once: they have an unused TCPStore standing.
+
     Args:
         taken: nodes that other jobs use.
         without: nodes that this decision leaves out.
@@ -61,6 +63,8 @@ def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozen
             break
         if name in taken or name in without or why_not(view, view.nodes[name], job):
             continue
+        if job.generation is not None and name not in known and not view.nodes[name].spare_store:
+            continue  # its shim is not ready: a running job does not wait for it
         seats.append(Seat(node=name, slots=slots_for(view.nodes[name], job.spec)))
     return seats
 

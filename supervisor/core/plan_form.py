@@ -172,7 +172,7 @@ def situation(
 
 def _park(job: JobView, reason: str, why: Cause, draft: Draft) -> None:
     """Wait visibly. Said once: the same reason again is not a new order."""
-    if job.parked == reason and why.seed is None:
+    if job.parked and job.parked.partition(" (")[0] == reason.partition(" (")[0] and why.seed is None:
         draft.say(f"{job.spec.job} is parked: {reason}")
         return
     book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger

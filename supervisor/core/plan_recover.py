@@ -76,8 +76,8 @@ def recover(
     )
     decided = len(draft.actions)
     plan_form.form(view, job, policy, now, taken, draft, cause)
-    if len(draft.actions) > decided:
-        draft.act(*quarantines)
+    if len(draft.actions) > decided:  # first who is not trusted, then who trains: a leader that dies in between forgets neither
+        draft.actions[decided:decided] = quarantines
 
 
 def diagnose(found: tuple[Symptom, ...]) -> Symptom:

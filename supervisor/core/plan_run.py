@@ -20,6 +20,11 @@ def plan(view: View, job: JobView, generation: GenerationView, policy: Policy, n
     """What a healthy generation needs."""
     _evidence(job, draft)
     leaving = _to_drain(view, job, generation)
+    hurried = [at for name in leaving if (at := view.nodes[name].leaving_at) is not None and now < at + policy.coalesce_seconds]
+    if hurried:
+        draft.look(max(hurried) + policy.coalesce_seconds)
+        draft.say(f"{len(leaving)} nodes are leaving: wait for the whole burst")
+        return
     if leaving and (view.automation or any(kind == "asked" for _, kind in leaving.values())):
         _drain(view, job, generation, leaving, policy, now, taken, draft)
         return

@@ -31,6 +31,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     health: wire.HealthVerdict = wire.HealthVerdict()
     healthy_since: float | None = None
     leaving: str = ""
+    leaving_at: float | None = None
     leave_by: float | None = None
     released: bool = False
     unusable: str = ""

@@ -311,6 +311,7 @@ def test_mild_verdicts_are_only_watched(action: str) -> None:
 def test_leaving_node_drains_alone_and_is_released() -> None:
     world = running("a", "b")
     world.tell(e.NodeLeaving(at=world.now, node="b", reason="SIGTERM", notice_seconds=30))
+    world.wait(0.1)
     assert [action.purpose for action in world.take(a.AskSave)] == ["drain"]
     world.step(4)
     world.commit(4)

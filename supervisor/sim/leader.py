@@ -1,0 +1,221 @@
+"""A leader in virtual time: the driver that term.py is in real time. It calls the production `turn` and nothing else decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from regrow import wire
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core import rates
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.turn import Turn, turn
+from regrow.supervisor.core.view import View
+from regrow.supervisor.sim.loop import Entry
+from regrow.supervisor.sim.models import JOB
+
+if TYPE_CHECKING:
+    from regrow.supervisor.sim.training import Run
+    from regrow.supervisor.sim.world import World
+
+TurnFunction = Callable[[View, tuple[e.Event, ...], Policy, float], Turn]
+_change = msgspec.structs.replace
+_TOLD_CHECKPOINTS = 3
+
+
+class Owned(dict[str, Any]):
+    """A map of the view that a union extends in place. `fold` drops the older view, so nobody sees the difference; a copy of
+    thousands of entries a fact is saved. Only for large clusters; a test compares the journals with and without."""
+
+    def __or__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+
+class Leader:
+    """One term of one supervisor process."""
+
+    def __init__(self, world: World, name: str, epoch: int, policy: Policy, decide: TurnFunction = turn) -> None:
+        self.world = world
+        self.name = name
+        self.epoch = epoch
+        self.view = View()
+        self.alive = True
+        self.paused = False
+        self.connected: set[str] = set()
+        self.silent: set[str] = set()
+        self.known_revision = world.store.revision
+        self.told_steps: dict[int, int] = {}
+        """{generation: highest completed step that was told}."""
+        self._policy = policy
+        self._decide = decide
+        self._queue: list[e.Event] = []
+        self._flush_at: Entry | None = None
+        self._wake: Entry | None = None
+        self._log_index = len(world.store.log)
+
+    def post(self, *events: e.Event) -> None:
+        """Facts for the next turn, which is now."""
+        if not self.alive:
+            return
+        self._queue.extend(events)
+        if self._flush_at is None and not self.paused:
+            self._flush_at = self.world.loop.at(self.world.now, self.flush)
+
+    def end(self) -> None:
+        """The term is over, or the process is gone."""
+        self.alive = False
+        if self._wake is not None:
+            self._wake.cancel()
+
+    def resume(self) -> None:
+        """A process that stood still goes on, with all that was due meanwhile."""
+        self.paused = False
+        if self.alive:
+            self._flush_at = self.world.loop.at(self.world.now, self.flush)
+
+    def flush(self) -> None:
+        """One turn, its journal entry, its checks, its effects."""
+        self._flush_at = None
+        if not self.alive or self.paused:
+            return
+        now = self.world.now
+        events = (*self._catch_up(now), *self._queue)
+        self._queue = []
+        self._own()
+        result = self._decide(self.view, events, self._policy, now)
+        self.view = result.view
+        self.world.journal.turn(now, self, events, result)
+        if result.actions or not self.world.setup.lean:
+            self.world.checkers.view(now, self.view)
+        if self._wake is not None:
+            self._wake.cancel()
+        wake = result.decision.wake_at
+        self._wake = self.world.loop.at(wake, self._woken) if wake is not None else None
+        if result.actions:
+            self.world.dispatch(self, result)
+
+    def _woken(self) -> None:
+        self._wake = None
+        self.flush()
+
+    def _own(self) -> None:
+        """Large clusters: maps that are extended in place."""
+        if not self.world.setup.lean or not self.view.jobs:
+            return
+        if not isinstance(self.view.nodes, Owned):
+            self.view = _change(self.view, nodes=Owned(self.view.nodes))
+        job = self.view.jobs[JOB]
+        generation = job.generation
+        if generation is not None and not isinstance(generation.members, Owned):
+            job = _change(job, generation=_change(generation, members=Owned(generation.members)))
+            self.view = _change(self.view, jobs=self.view.jobs | {JOB: job})
+
+    # --- what progressed since the last turn: told late, with the instants at which it happened
+
+    def _catch_up(self, now: float) -> list[e.Event]:
+        """Steps and commits that would have been events of their own. Nothing was decided meanwhile, so nothing differs."""
+        self.world.settle()
+        run = self.world.run
+        found: list[e.Event] = []
+        if run is not None and run.paces is not None and self.hears(run):
+            found += self._steps(run, now)
+        return found + self._commits()
+
+    def hears(self, run: Run) -> bool:
+        """Does any member of a run reach this leader?"""
+        return any(name in self.connected and name not in self.silent and name not in self.world.cut for name in run.spec.nodes[:8]) or any(
+            name in self.connected and name not in self.silent and name not in self.world.cut for name in run.members
+        )
+
+    def _steps(self, run: Run, now: float) -> list[e.Event]:
+        done = run.completed(now)
+        told = self.told_steps.get(run.number)
+        if told is None:
+            told = self.told_steps[run.number] = run.base if not self._adopted(run) else max(run.base, done - 1)
+        if done <= told:
+            return []
+        self.told_steps[run.number] = done
+        frontier = self.view.jobs[JOB].incidents[-1].frontier if JOB in self.view.jobs and self.view.jobs[JOB].incidents else 0
+        marks = sorted({step for step in (told + 1 if told == run.base else 0, frontier + 1, done) if told < step <= done})
+        found: list[e.Event] = []
+        for step in marks:
+            found.append(
+                e.StepsCompleted(
+                    at=run.step_done_at(step),
+                    job=JOB,
+                    generation=run.number,
+                    step=step,
+                    num_steps=step - told,
+                    step_seconds=run.step_seconds,
+                    samples=step * self.world.workload.micro_batches,
+                )
+            )
+            told = step
+        return found
+
+    def _adopted(self, run: Run) -> bool:
+        generation = self.view.jobs[JOB].generation if JOB in self.view.jobs else None
+        return generation is not None and generation.number == run.number and generation.adopted
+
+    def _commits(self) -> list[e.Event]:
+        if JOB not in self.view.jobs or not self.connected:
+            return []
+        log = self.world.store.log[self._log_index :]
+        self._log_index = len(self.world.store.log)
+        known = set(self.view.jobs[JOB].checkpoints)
+        there = self.world.store.checkpoints
+        fresh = [commit for commit in log if commit.record is not None and there.get(commit.step) == commit.record][-_TOLD_CHECKPOINTS:]
+        found: list[e.Event] = [committed(commit.at, commit.record) for commit in fresh if commit.record is not None]
+        gone = sorted(step for step in known if step not in there)
+        return found + [e.CheckpointGone(at=self.world.now, job=JOB, step=step) for step in gone]
+
+    # --- the edge: detectors of this leader
+
+    def watch_progress(self, run: Run) -> None:
+        """The stall detector: looks when the limit would be reached if nothing moved from now on."""
+        job = self.view.jobs.get(JOB)
+        if job is None or not self.alive:
+            return
+        limit = rates.hang_limit(job, self._policy)
+        since = run.changed_at
+        self.world.loop.at(since + limit + 0.1, lambda: self._look(run, since, limit))
+
+    def _look(self, run: Run, since: float, limit: float) -> None:
+        if not self.alive or self.world.run is not run or run.changed_at != since or run.state in ("training", "over"):
+            return
+        self.post(
+            e.ProgressStalled(
+                at=self.world.now, job=JOB, generation=run.number, since=since, limit_seconds=limit, ranks=self.world.words(run)
+            )
+        )
+
+
+def committed(at: float, record: wire.CheckpointRecord) -> e.CheckpointMoved:
+    """What a watch of the store says of a commit."""
+    return e.CheckpointMoved(
+        at=at,
+        job=JOB,
+        generation=record.generation,
+        step=record.step,
+        state="committed",
+        directory=record.directory,
+        record_digest=record.record_digest,
+        evidence=record.evidence,
+        damaged=record.damaged,
+    )
+
+
+def action_counts(result: Turn) -> dict[str, int]:
+    """How many actions of each kind a turn decided."""
+    counts: dict[str, int] = {}
+    for _, action in result.actions:
+        tag = str(action.__struct_config__.tag)
+        counts[tag] = counts.get(tag, 0) + 1
+    return counts
+
+
+_BULK = (a.StartMember, a.StopWorkers)
