@@ -275,7 +275,7 @@ def test_nonsense_exits_with_2_and_says_what_to_try(regrow: Regrow, change: tupl
         (("--gpu-memory-gb", 4), "needs at least"),
         (("--dp", 16, "--global-batch", 8), "fewer than 16 replicas"),
         (("--dp", 3, "--tp", 1, "--pp", 1, "--equal-replicas"), "not a multiple of DP 3"),
-        (("--pp", 4, "--schedule", "interleaved"), "at least 2 virtual stages"),
+        (("--pp", 4, "--schedule", "interleaved", "--virtual", 1), "at least 2 virtual stages"),
         (("--cp", 3), "sequence 4096 is not a multiple of CP 3"),
     ],
 )

@@ -61,7 +61,9 @@ def plan(
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0..3.", rich_help_panel=_FORCE)] = None,
     hsdp_shard: Annotated[int, typer.Option(help="HSDP: ranks of one sharding group.", rich_help_panel=_FORCE)] = 0,
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipe, auto.", rich_help_panel=_FORCE)] = "1f1b",
-    virtual: Annotated[int, typer.Option(help="Virtual stages of the interleaved schedule.", rich_help_panel=_FORCE)] = 1,
+    virtual: Annotated[
+        int | None, typer.Option(help="Virtual stages of the interleaved schedule (default: 2).", rich_help_panel=_FORCE)
+    ] = None,
     recompute: Annotated[str | None, typer.Option(help="none, flash, selective or full.", rich_help_panel=_FORCE)] = None,
     optimizer: Annotated[str, typer.Option(help="mixed, mixed-fp32-grad, fp32, 8bit, bf16, sgd.", rich_help_panel=_FORCE)] = "mixed",
     offload: Annotated[str, typer.Option(help="none, optimizer or all: to host memory.", rich_help_panel=_FORCE)] = "none",

@@ -58,14 +58,15 @@ def request(flags: dict[str, Any]) -> tuple[Request, list[str]]:
     reserve = flags["reserve_gb"]
     if not math.isfinite(reserve) or reserve < 0:
         raise ConfigurationError(f"{reserve} GB", where="--reserve-gb", hint="give a finite number of at least 0")
+    schedule = pipeline.check_name(flags["schedule"])
     made = Request(
         model=model,
         inventory=there,
         global_batch=batch,
         micro_batch=micro,
         zero=flags["zero"],
-        schedule=pipeline.check_name(flags["schedule"]),
-        virtual=flags["virtual"],
+        schedule=schedule,
+        virtual=flags["virtual"] if flags["virtual"] is not None else 2 if schedule == "interleaved" else 1,
         recompute=memory.check_recompute(flags["recompute"]) if flags["recompute"] else None,
         recipe=_recipe(flags["optimizer"]),
         offload=_choice(flags["offload"], ("none", "optimizer", "all"), "--offload"),
