@@ -78,6 +78,11 @@ def _memory(request: Request, best: Plan) -> list[tuple[str, str, str]]:
             lines.append(("zero", f"with {ranks} ranks ZeRO-3 saves little and adds a gather per layer", _SEED))
         if ranks > request.inventory.nvlink_gpus and local * 2 / max(1, request.model.layers) / ranks < 1e6:
             lines.append(("zero", "each layer's shard is below 1 MB across nodes: latency rules, shard inside a node (HSDP)", _SEED))
+    elif best.zero_stage == 0 and ranks > 1:
+        waste = (ranks - 1) * ddp / 1e9
+        lines.append(
+            ("zero", f"{ranks} replicas keep {waste:.3g} GB of copies of the same state: ZeRO-1 removes most of it for free", _SEED)
+        )
     elif best.zero_stage in (1, 2):
         lines.append(
             (
@@ -118,6 +123,26 @@ def _memory(request: Request, best: Plan) -> list[tuple[str, str, str]]:
             )
         )
     return lines
+
+
+def _tokens(request: Request, best: Plan) -> list[tuple[str, str, str]]:
+    """Tokens a GPU and step against what hides the gathers of FSDP: too few is what lets communication get out of hand."""
+    seq = request.model.seq
+    if not seq:
+        return []
+    each = request.global_batch * seq / best.gpus_used
+    needed = request.inventory.device.peak_flops * request.constants.efficiency / request.inventory.infiniband.bandwidth
+    if each >= needed or best.gpus_used <= request.inventory.nvlink_gpus:
+        return [
+            ("tokens", f"{each:.0f} tokens a GPU and step: enough to hide parameter traffic across nodes ({needed:.0f} are needed)", _SEED)
+        ]
+    return [
+        (
+            "tokens",
+            f"{each:.0f} tokens a GPU and step are too few to hide parameter traffic across nodes ({needed:.0f} are needed): ZeRO-3 would wait",
+            _SEED,
+        )
+    ]
 
 
 def _batch(request: Request, best: Plan, critical: int | None) -> list[tuple[str, str, str]]:

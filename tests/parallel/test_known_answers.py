@@ -319,3 +319,12 @@ def test_seed_all_reduce_times() -> None:
 def test_ten_per_cent_bubble_takes_about_nine_times_the_stages() -> None:
     assert pipeline.micro_batches_for(0.1, 8) == 63
     assert pipeline.bubble_fraction("1f1b", 8, 63) <= 0.1 < pipeline.bubble_fraction("1f1b", 8, 62)
+
+
+def test_data_parallel_traffic_does_not_depend_on_the_batch(regrow: Regrow) -> None:
+    moved = set()
+    for total in (64, 256, 1024):
+        flags = ("--nodes", 2, "--dp", 16, "--tp", 1, "--pp", 1, "--zero", 1, "--micro-batch", 1, "--global-batch", total)
+        _, document, _ = regrow("plan", *classic(8, 2048, 16), *flags)
+        moved.add(document["best"]["comm_bytes"]["dp"])
+    assert len(moved) == 1
