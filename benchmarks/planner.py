@@ -142,11 +142,13 @@ def measure(mesh: MeshShape, steps: int, folder: Path) -> list[float]:
 
 
 def machine_request(mesh: MeshShape, cores: int) -> Request:
-    """This machine as an inventory for one mesh: ranks share the cores, so each has its part of the peak."""
+    """This machine as an inventory for one mesh: ranks share the cores, in computing and in gloo's and DTensor's own work."""
     world = mesh.world_size
     share = min(1.0, cores / world)
     cpu = inventory.DEVICES["cpu"]
-    there = inventory.uniform(1, world, device="cpu", gpu_memory_gb=16, peak_tflops=cpu.peak_flops / 1e12 * share)
+    link = inventory.Link(bandwidth=cpu.nvlink.bandwidth * share, latency=cpu.nvlink.latency / share)
+    device = msgspec.structs.replace(cpu, peak_flops=cpu.peak_flops * share, memory_bandwidth=cpu.memory_bandwidth * share, nvlink=link)
+    there = msgspec.structs.replace(inventory.uniform(1, world, device="cpu", gpu_memory_gb=16), device=device)
     model = shape.make(**SIZES, ffn=4 * SIZES["hidden"], vocab=256)
     return Request(model=model, inventory=there, global_batch=GLOBAL_BATCH, micro_batch=(MICRO_BATCH,), context_bytes=0.0, zero=0)
 
@@ -194,7 +196,7 @@ def main() -> None:
         os.environ[name] = "1"  # before numpy and torch are imported: a fork needs a single thread
     planned = planning(3 if options.quick else 7)
     regrets = regret()
-    ranked = ranking(QUICK_MESHES, 8, 1) if options.quick else ranking(MESHES, 10, 2)
+    ranked = ranking(QUICK_MESHES, 7, 2) if options.quick else ranking(MESHES, 8, 4)
     figures = {
         "plan_seconds": statistics.median(planned["plan_seconds"]),
         "table_seconds": statistics.median(planned["table_seconds"]),

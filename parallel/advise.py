@@ -36,6 +36,7 @@ def advise(request: Request, best: Plan, critical_batch: int | None = None) -> l
     lines = [
         *_walls(request, best),
         *_memory(request, best),
+        *_tokens(request, best),
         *_batch(request, best, critical_batch),
         *_axes(request, best),
         *_numbers(request),

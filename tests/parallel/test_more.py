@@ -146,7 +146,7 @@ def test_placement_and_advice_through_the_command(regrow: Regrow) -> None:
     ranks = [rank for some in document["placement"]["ranks"].values() for rank in some]
     assert sorted(ranks) == list(range(32))
     topics = {line["topic"] for line in document["advice"]}
-    assert {"walls", "batch", "tp", "precision", "restart"} <= topics
+    assert {"walls", "batch", "tokens", "tp", "precision", "restart"} <= topics
     text = " ".join(line["text"] for line in document["advice"])
     assert "critical batch 32" in text
     assert "GPTQ" in text
