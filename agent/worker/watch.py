@@ -16,6 +16,8 @@ from regrow.agent.worker.digest import Digester, Digests, local_part
 
 WHOLE = (0, 1)
 MAX_PARTS = 1000
+_HEADROOM = 0.8
+"""Parts are cut by tensors, so they are not quite equal."""
 REPLICA_AXES = frozenset(("pp", "tp"))
 """Mesh axes whose shards differ by right between ranks that a digest compares; sharded over any other, nothing is compared."""
 
@@ -123,7 +125,7 @@ class StateWatch:
     def agreed_cost(self, digest_us: int, step_us: int) -> None:
         """Choose the number of parts so that a step's part costs the budget at most; the same on all ranks."""
         if self._budget > 0.0 and step_us > 0:
-            self.parts = min(MAX_PARTS, max(1, math.ceil(digest_us / (self._budget * step_us))))
+            self.parts = min(MAX_PARTS, max(1, math.ceil(digest_us / (_HEADROOM * self._budget * step_us))))
 
     def cost_seconds(self) -> float:
         """CPU time of a whole digest and its check at rest."""

@@ -280,7 +280,7 @@ def test_rolling_watch_finds_a_flip_within_a_round() -> None:
     watch, model, optimizer, _ = watched(budget=0.005)
     train(watch, model, optimizer, 1)
     assert watch.cost_seconds() > 0
-    watch.agreed_cost(10_000, 250_000)
+    watch.agreed_cost(10_000, 312_500)
     assert watch.parts == 8
     for step in range(2, 30):
         train(watch, model, optimizer, step)
@@ -298,7 +298,7 @@ def test_rolling_watch_finds_a_flip_within_a_round() -> None:
 def test_rolling_digests_agree_between_replicas_and_are_whole_before_a_save() -> None:
     one, two = watched(budget=0.005), watched(budget=0.005)
     for watch, *_ in (one, two):
-        watch.agreed_cost(10_000, 250_000)
+        watch.agreed_cost(10_000, 312_500)
     digests = [[train(*side[:3], step, whole=step == 7) for step in range(1, 12)] for side in (one, two)]
     assert digests[0] == digests[1]
     plain = watched(every=1)
