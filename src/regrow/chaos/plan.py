@@ -34,7 +34,8 @@ class JobPart(_Table, frozen=True, kw_only=True):
     args: tuple[str, ...] = ()
     steps: int = 200
     """Of the built-in job: enough that it outlives the plan; it is stopped when the plan is done."""
-    global_batch: int = 12
+    global_batch: int = 16
+    micro_batch: int = 2
 
 
 class Fault(_Table, frozen=True, kw_only=True):

@@ -107,6 +107,7 @@ class Runner:
             min_nodes=1,
             max_nodes=self._plan.cluster.nodes,
             global_batch=job.global_batch,
+            micro_batch=job.micro_batch,
             seed=self._plan.seed,
             checkpoint=wire.CheckpointPolicy(path=str(self._root / "checkpoints"), max_interval_seconds=8.0, prior_failures_per_hour=60.0),
             nice=10,
