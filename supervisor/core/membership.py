@@ -6,6 +6,7 @@ import msgspec
 
 from regrow import wire
 from regrow.supervisor.core import quarantine
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.view import JobView, NodeView, View
 
 
@@ -40,12 +41,22 @@ def why_not(view: View, node: NodeView, job: JobView) -> str:
     return ""
 
 
+_blocked: Memo[dict[str, str]] = Memo()
+_eligible: Memo[tuple[Seat, ...]] = Memo()
+
+
+def blocked(view: View, job: JobView) -> dict[str, str]:
+    """{node: why not} of the nodes that cannot be in a generation of this job. Do not change it: it is remembered."""
+    parts = (view.nodes, view.quarantine, view.cordoned, view.drains, job.spec)
+    return _blocked.get(parts, None, lambda: {name: why for name, node in view.nodes.items() if (why := why_not(view, node, job))})
+
+
 def slots_for(node: NodeView, spec: wire.JobSpec) -> int:
     """Workers of this job that a node takes."""
     return min(node.slots, spec.nproc_per_node)
 
 
-def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozenset[str] = frozenset()) -> list[Seat]:
+def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozenset[str] = frozenset()) -> tuple[Seat, ...]:
     """Nodes that can be members, at most max_nodes: members of the last generation in rank order, then others by name.
 
     Newcomers to a job that has run must be ready to start workers at once: they have an unused TCPStore standing.
@@ -54,6 +65,13 @@ def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozen
         taken: nodes that other jobs use.
         without: nodes that this decision leaves out.
     """
+    generation = job.generation.spec if job.generation else None
+    parts = (view.nodes, view.quarantine, view.cordoned, view.drains, job.spec, generation)
+    return _eligible.get(parts, (taken, without), lambda: _find_eligible(view, job, taken, without))
+
+
+def _find_eligible(view: View, job: JobView, taken: frozenset[str], without: frozenset[str]) -> tuple[Seat, ...]:
+    out = blocked(view, job)
     previous = list(job.generation.spec.nodes) if job.generation else []
     known = set(previous)
     order = [name for name in previous if name in view.nodes] + sorted(name for name in view.nodes if name not in known)
@@ -61,15 +79,15 @@ def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozen
     for name in order:
         if len(seats) >= max(job.spec.max_nodes, job.spec.min_nodes):
             break
-        if name in taken or name in without or why_not(view, view.nodes[name], job):
+        if name in taken or name in without or name in out:
             continue
         if job.generation is not None and name not in known and not view.nodes[name].spare_store:
             continue  # its shim is not ready: a running job does not wait for it
         seats.append(Seat(node=name, slots=slots_for(view.nodes[name], job.spec)))
-    return seats
+    return tuple(seats)
 
 
-def may_form(previous: tuple[str, ...], seats: list[Seat], min_nodes: int) -> str:
+def may_form(previous: tuple[str, ...], seats: tuple[Seat, ...], min_nodes: int) -> str:
     """Why these nodes may not form; empty when they may.
 
     An explicit lower bound fences the rest out (only one leader writes the generation record). Without one a majority of
@@ -84,7 +102,7 @@ def may_form(previous: tuple[str, ...], seats: list[Seat], min_nodes: int) -> st
     return ""
 
 
-def assign(seats: list[Seat], world_size: int, nodes: dict[str, NodeView]) -> dict[str, tuple[wire.WorkerAssignment, ...]]:
+def assign(seats: tuple[Seat, ...], world_size: int, nodes: dict[str, NodeView]) -> dict[str, tuple[wire.WorkerAssignment, ...]]:
     """Ranks 0..world_size-1 on the seats in order. Seats that are not needed stay spares and are left out."""
     result: dict[str, tuple[wire.WorkerAssignment, ...]] = {}
     rank = 0

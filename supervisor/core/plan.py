@@ -6,10 +6,12 @@ from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import membership, plan_command, plan_form, plan_hardware, plan_recover, plan_run, symptoms
 from regrow.supervisor.core.actions import Decision
 from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
-from regrow.supervisor.core.view import GenerationView, JobView, View
+from regrow.supervisor.core.view import GenerationView, JobView, NodeView, View
 
 _STOP_AGAIN_SECONDS = 3.0
+_unsent: Memo[bool] = Memo()
 
 
 def plan(view: View, policy: Policy, now: float) -> Decision:
@@ -61,7 +63,7 @@ def _job(view: View, job: JobView, policy: Policy, now: float, draft: Draft) -> 
         reason = f"all {generation.spec.world_size} workers reached their declared end at step {job.frontier}"
         draft.act(plan_form.end(job, "done", reason, exit_code=0), because=reason)
         return
-    if any(member.sent_at is None for member in generation.members.values()):
+    if _unsent.get((generation.members,), None, lambda: any(member.sent_at is None for member in generation.members.values())):
         _start(view, job, generation, policy, now, draft)
         return
     plan_run.plan(view, job, generation, policy, now, _taken(view, job, draft), draft)
@@ -101,25 +103,49 @@ def _start(view: View, job: JobView, generation: GenerationView, policy: Policy,
 
 def _leftovers(view: View, now: float, draft: Draft) -> None:
     """Workers of no current generation are stopped. Members of one that starts are told by the start itself."""
+    unwanted = _find_unwanted(view)
+    if not unwanted:
+        return
     ordered = {action.node for action in draft.actions if isinstance(action, a.StopWorkers)}
     recorded = {name for action in draft.actions if isinstance(action, a.RecordGeneration) for name in action.members}
-    for node in view.nodes.values():
-        if node.running is None or not node.reachable or node.name in ordered or node.name in recorded:
-            continue
-        job = view.jobs.get(node.running[0])
+    for node in unwanted:
+        assert node.running is not None
+        name, number = node.running
+        job = view.jobs.get(name)
         if job is None:
-            draft.say(f"{node.name} runs {node.running[0]!r}, which nobody knows: left alone")
+            draft.say(f"{node.name} runs {name!r}, which nobody knows: left alone")
             continue
-        if _wanted(job, node.name, node.running[1]):
+        if node.name in ordered or node.name in recorded:
             continue
-        if node.stop_sent is not None and node.stop_sent[0] >= node.running[1]:
+        if node.stop_sent is not None and node.stop_sent[0] >= number:
             due = node.stop_sent[1] + _STOP_AGAIN_SECONDS
             if now < due:
                 draft.look(due)
                 continue
-        reason = f"{node.name} runs generation {node.running[1]} of {node.running[0]}, which is over"
-        highest = max(job.highest_generation, node.running[1])
-        draft.act(a.StopWorkers(job=node.running[0], node=node.name, generation=highest, reason=reason), because=reason)
+        reason = f"{node.name} runs generation {number} of {name}, which is over"
+        highest = max(job.highest_generation, number)
+        draft.act(a.StopWorkers(job=name, node=node.name, generation=highest, reason=reason), because=reason)
+
+
+_unwanted: Memo[tuple[NodeView, ...]] = Memo()
+_leaving: Memo[tuple[NodeView, ...]] = Memo()
+
+
+def _find_unwanted(view: View) -> tuple[NodeView, ...]:
+    """Reachable nodes whose workers belong to no current generation."""
+    generations = [part for job in view.jobs.values() for part in (job.generation and job.generation.members, job.before)]
+    stages = tuple((name, job.generation.number, job.generation.stage) for name, job in view.jobs.items() if job.generation is not None)
+
+    def find() -> tuple[NodeView, ...]:
+        return tuple(
+            node
+            for node in view.nodes.values()
+            if node.running is not None
+            and node.reachable
+            and ((job := view.jobs.get(node.running[0])) is None or not _wanted(job, node.name, node.running[1]))
+        )
+
+    return _unwanted.get((view.nodes, *generations), (len(view.jobs), stages), find)
 
 
 def _wanted(job: JobView, node: str, number: int) -> bool:
@@ -136,6 +162,9 @@ def _wanted(job: JobView, node: str, number: int) -> bool:
 
 
 def _releases(view: View, draft: Draft) -> None:
+    leaving = _leaving.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if node.leaving))
+    if not leaving:
+        return
     busy = {
         name
         for job in view.jobs.values()
@@ -144,8 +173,8 @@ def _releases(view: View, draft: Draft) -> None:
     }
     recorded = [action for action in draft.actions if isinstance(action, a.RecordGeneration)]
     ending = {action.job for action in draft.actions if isinstance(action, a.RecordGeneration | a.EndJob | a.ParkJob)}
-    for node in view.nodes.values():
-        if not node.leaving or node.released or not node.connected or node.name in busy:
+    for node in leaving:
+        if node.released or not node.connected or node.name in busy:
             continue
         if any(node.name in action.members for action in recorded) or (node.running is not None and node.running[0] in ending):
             continue
@@ -154,4 +183,5 @@ def _releases(view: View, draft: Draft) -> None:
 
 def usable_nodes(view: View, job: JobView) -> dict[str, str]:
     """{node: why not} of all nodes for a job; empty text: usable. For people and tests."""
-    return {name: membership.why_not(view, node, job) for name, node in view.nodes.items()}
+    out = membership.blocked(view, job)
+    return {name: out.get(name, "") for name in view.nodes}

@@ -63,11 +63,11 @@ def form(view: View, job: JobView, policy: Policy, now: float, taken: frozenset[
 
 
 def _reasons(view: View, job: JobView) -> str:
-    reasons = [f"{name}: {why}" for name, node in sorted(view.nodes.items()) if (why := membership.why_not(view, node, job))]
+    reasons = [f"{name}: {why}" for name, why in sorted(membership.blocked(view, job).items())]
     return f" ({'; '.join(reasons[:6])})" if reasons else ""
 
 
-def _wait_for_more(view: View, job: JobView, seats: list[membership.Seat], policy: Policy, now: float, draft: Draft) -> bool:
+def _wait_for_more(view: View, job: JobView, seats: tuple[membership.Seat, ...], policy: Policy, now: float, draft: Draft) -> bool:
     """The first start waits a little for the rest of the nodes."""
     if len(seats) >= job.spec.max_nodes:
         return False
@@ -85,7 +85,7 @@ def _record(
     job: JobView,
     policy: Policy,
     now: float,
-    seats: list[membership.Seat],
+    seats: tuple[membership.Seat, ...],
     choice: MeshChoice,
     point: restore.Choice,
     why: Cause,

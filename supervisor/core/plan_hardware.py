@@ -7,17 +7,20 @@ import msgspec
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import quarantine
 from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import QuarantineRecord
 from regrow.supervisor.core.view import NodeView, View
+
+_bad: Memo[tuple[NodeView, ...]] = Memo()
 
 
 def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
     """Put out what its own verdict condemns, and move every record on when it is due."""
     for record in view.quarantine.values():
         _move_on(view, record, policy, now, draft)
-    for node in view.nodes.values():
-        if node.health.state == "unhealthy" and node.connected and quarantine.is_bad(node):
+    for node in _bad.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if quarantine.is_bad(node))):
+        if node.connected:
             _condemn(view, node, policy, now, draft)
 
 

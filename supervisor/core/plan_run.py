@@ -51,14 +51,10 @@ def _evidence(job: JobView, draft: Draft) -> None:
 def _to_drain(view: View, job: JobView, generation: GenerationView) -> dict[str, tuple[str, str]]:
     """Members that should go: {node: (why, asked | health)}."""
     result: dict[str, tuple[str, str]] = {}
-    for name in generation.members:
-        node = view.nodes.get(name)
-        if node is None or not node.reachable:
+    for name, why in membership.blocked(view, job).items():
+        if name not in generation.members or not view.nodes[name].reachable or why == "cordoned":
             continue
-        why = membership.why_not(view, node, job)
-        if not why or why == "cordoned":
-            continue
-        asked = bool(node.leaving) or name in view.drains
+        asked = bool(view.nodes[name].leaving) or name in view.drains
         result[name] = (why, "asked" if asked else "health")
     return result
 

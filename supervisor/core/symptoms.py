@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from regrow.supervisor.core import hang, rates
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Member, NodeView, View
 
@@ -77,7 +78,7 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
     looks: list[float] = []
     waiting: list[str] = []
     everyone_gone = len(view.nodes) > 1 and not any(node.reachable for node in view.nodes.values())
-    for member in generation.members.values():
+    for member in _suspicious(view, generation):
         if member.workers and all(worker.rank in finished for worker in member.workers):
             continue
         found, look = _of_member(view, job, generation, member, policy, now, failing=failing, everyone_gone=everyone_gone)
@@ -86,6 +87,24 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
             looks.append(look[0])
             waiting += [look[1]] if look[1] else []
     return Findings(symptoms=tuple(symptoms), look_at=min(looks) if looks else None, waiting="; ".join(waiting[:3]))
+
+
+_members: Memo[tuple[Member, ...]] = Memo()
+
+
+def _suspicious(view: View, generation: GenerationView) -> tuple[Member, ...]:
+    """Members that need a look: all of them until the first step, then those that something is the matter with."""
+    if generation.first_step_at is None:
+        return tuple(generation.members.values())
+    return _members.get((view.nodes, generation.members), None, lambda: _matter(view, generation))
+
+
+def _matter(view: View, generation: GenerationView) -> tuple[Member, ...]:
+    return tuple(
+        member
+        for name, member in generation.members.items()
+        if member.empty_at is not None or member.refused_at is not None or (node := view.nodes.get(name)) is None or not node.reachable
+    )
 
 
 def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> Symptom | None:

@@ -334,7 +334,7 @@ def test_scaling_efficiency_is_relative_to_the_smallest_world() -> None:
     ],
 )
 def test_majority_or_an_explicit_bound(previous: tuple[str, ...], now: str, least: int, may: bool) -> None:
-    seats = [membership.Seat(node=name, slots=1) for name in now]
+    seats = tuple(membership.Seat(node=name, slots=1) for name in now)
     assert (membership.may_form(previous, seats, least) == "") == may
 
 
@@ -343,7 +343,7 @@ def test_uneven_nodes_are_filled_in_order_and_the_rest_is_spare() -> None:
     world.join("a", slots=2)
     world.join("b", slots=1)
     world.join("c", slots=2)
-    seats = [membership.Seat(node=name, slots=world.view.nodes[name].slots) for name in "abc"]
+    seats = tuple(membership.Seat(node=name, slots=world.view.nodes[name].slots) for name in "abc")
     made = membership.assign(seats, 3, world.view.nodes)
     assert {name: [worker.rank for worker in workers] for name, workers in made.items()} == {"a": [0, 1], "b": [2]}
     with pytest.raises(ValueError, match="do not fit"):
