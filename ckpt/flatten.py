@@ -95,7 +95,7 @@ def model_tensors(model: Any, aliases: Mapping[str, str]) -> Collected:
     for module in modules_of(model):
         for raw, value in module.state_dict(keep_vars=True).items():
             name = aliases.get(clean_name(raw), clean_name(raw))
-            if not isinstance(value, torch.Tensor):
+            if name.endswith("_extra_state") or not isinstance(value, torch.Tensor):
                 found.others[name] = value
             elif id(value) not in seen:
                 seen.add(id(value))

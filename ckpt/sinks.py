@@ -28,6 +28,10 @@ class Sink(Protocol):
     released: list[Released]
     """What became of earlier snapshots, oldest first; the owner of the sink empties it."""
 
+    def begin(self, plan: RankPlan) -> None:
+        """Ask for arenas and do not wait; `prepare` with the same plan then waits less. Never raises for storage trouble."""
+        ...
+
     def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
         """Arenas for this layout, all free. Earlier ones are not valid any more."""
         ...
@@ -57,7 +61,23 @@ class WriterSink:
         self._hello = hello
         self._channel: WorkerChannel | None = None
         self._free: set[int] = set()
+        self._begun: RankPlan | None = None
         self.released: list[Released] = []
+
+    def begin(self, plan: RankPlan) -> None:
+        """Send the request for arenas; when there is no writer, the first save will say so."""
+        try:
+            self._request(plan)
+        except OperationalError:
+            self.close()
+
+    def _request(self, plan: RankPlan) -> WorkerChannel:
+        self.close()
+        self._channel = channel = WorkerChannel(self._path)
+        channel.send(self._hello)
+        channel.send(Prepare(plan=plan))
+        self._begun = plan
+        return channel
 
     def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
         """Arenas for this layout.
@@ -66,10 +86,18 @@ class WriterSink:
             FencedError: a later generation has started.
             OperationalError: no writer, or it has no memory.
         """
-        self.close()
-        self._channel = channel = WorkerChannel(self._path)
-        channel.send(self._hello)
-        channel.send(Prepare(plan=plan))
+        channel = self._channel if self._begun == plan else None
+        self._begun = None
+        if channel is not None:
+            try:
+                return self._await_ready(channel)
+            except FencedError:
+                raise
+            except OperationalError:
+                self.close()  # asked for long ago: that writer may have been replaced
+        return self._await_ready(self._request(plan))
+
+    def _await_ready(self, channel: WorkerChannel) -> list[mmap.mmap]:
         deadline = time.monotonic() + PREPARE_SECONDS
         while lines := channel.wait(deadline):
             for line in lines:
@@ -119,6 +147,7 @@ class WriterSink:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        self._begun = None
         self._free = set()
 
     def _connected(self) -> WorkerChannel:
@@ -158,6 +187,9 @@ class DirectSink:
         self._arena: mmap.mmap | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self.released: list[Released] = []
+
+    def begin(self, plan: RankPlan) -> None:
+        """Nothing to wait for later."""
 
     def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
         """One arena."""

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 
 from regrow.ckpt import exchange as exchanges
-from regrow.ckpt import flatten, plain, private, rng
+from regrow.ckpt import flatten, plain
 from regrow.ckpt.commit import parent_of
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.layout import lay_out
 from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, directory_name, read_manifests, read_record
-from regrow.ckpt.materialise import materialise
+from regrow.ckpt.objects import Live, Objects
 from regrow.ckpt.place import Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
 from regrow.ckpt.protocol import ProducerHello, Released, Submit
@@ -75,15 +75,12 @@ class TrainState:
         self.step = place.spec.restore.step if place.spec.restore else 0
         self.samples = place.spec.restore.samples if place.spec.restore else 0
         self.counts = SaveCounts()
-        self._objects = (model, optimizer)
-        self._schedulers = private.schedulers_of(scheduler)
-        self._data = data
-        self._extra = dict(extra or {})
+        self._objects = Objects(
+            model=model, optimizer=optimizer, scheduler=scheduler, data=data, extra=extra, aliases=aliases, generators=generators
+        )
         self._place = place
         self._sink = sink
         self._exchange = exchange
-        self._aliases = dict(aliases or {})
-        self._generators = dict(generators or {})
         self._facts = dict(facts or {})
         self._back_pressure: BackPressure = back_pressure
         self._wait_seconds = wait_seconds
@@ -92,6 +89,7 @@ class TrainState:
         self._names: list[str] = []
         self._items: dict[str, Item] = {}
         self._live: dict[str, torch.Tensor] = {}
+        self._in_flight = 0
         self._plan_boxes: list[Any] = []
         self._snapshotter: Snapshotter | None = None
 
@@ -126,8 +124,10 @@ class TrainState:
             return True
         try:
             free = self._sink.take() is not None
-        except OperationalError:
-            free = True  # the save will say what is wrong
+        except OperationalError as error:
+            self._note_released()
+            self._lose_writer(error)
+            return True  # the next save connects again, or says what is wrong
         self._note_released()
         return free
 
@@ -159,10 +159,20 @@ class TrainState:
         spec = self._place.spec
         return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome=outcome, stall_seconds=stall, reason=reason)
 
+    def prepare(self) -> None:
+        """Plan and ask for arenas now, so that the first save is as short as the others. Call it on all ranks.
+
+        Raises:
+            ConfigurationError: the state cannot be stored.
+        """
+        if not self._nonce:
+            self._bind()
+        self._sink.begin(lay_out(self._plan_boxes, self._labels()).plan)
+
     def _save(self, step: int, samples: int) -> str:
         if step == self._last_submitted:
             return "this step was saved already"
-        self._bind_for_save()
+        live = self._look()
         snapshotter = self._connect()
         arena = self._sink.take(self._wait_seconds if self._back_pressure == "wait" else 0.0)
         self._note_released()
@@ -172,6 +182,7 @@ class TrainState:
             if self._back_pressure == "fail":
                 raise OperationalError(reason, where=f"rank {self._place.rank} step {step}", hint="save less often or use faster storage")
             return reason
+        private = self._objects.private_state(live)
         snapshotter.copy(arena)
         self._sink.submit(
             Submit(
@@ -180,25 +191,26 @@ class TrainState:
                 samples=samples,
                 directory=directory_name(step, self._place.spec.generation, self._nonce),
                 parent=parent_of(self._place.spec),
-                private=self._private(),
+                private=private,
                 facts=self._job_facts() if self._place.rank == 0 else {},
             )
         )
+        self._in_flight += 1
         self._note_released()
         self.step, self.samples, self._last_submitted = step, samples, step
         return ""
 
-    def _bind_for_save(self) -> None:
+    def _look(self) -> Live:
+        """What there is now; must be what was planned for."""
         if not self._nonce:
-            self._materialise()
-            self._bind()
-            return
-        live = self._collect()[0]
-        if live.keys() != self._live.keys():
-            changed = sorted(live.keys() ^ self._live.keys())
+            return self._bind()
+        live = self._objects.collect()
+        if live.tensors.keys() != self._live.keys():
+            changed = sorted(live.tensors.keys() ^ self._live.keys())
             raise OperationalError(f"the state has other tensors than at the first save: {', '.join(changed[:5])}")
-        if any(self._moved(name, value) for name, value in live.items()):
-            self._rebind(live)
+        if any(self._moved(name, value) for name, value in live.tensors.items()):
+            self._rebind(live.tensors)
+        return live
 
     def _moved(self, name: str, value: torch.Tensor) -> bool:
         return value is not self._live[name] or flatten.local_of(value).data_ptr() != self._items[name].local.data_ptr()
@@ -221,14 +233,21 @@ class TrainState:
             except FencedError:
                 raise
             except OperationalError as error:
-                log.warning("writer lost, connecting again error=%s", error.what)
-                self._snapshotter = None
-        labels = {"job": self._place.spec.job, "rank": str(self._place.rank)}
-        image = lay_out(self._plan_boxes, labels)
+                self._lose_writer(error)
+        image = lay_out(self._plan_boxes, self._labels())
         snapshotter = Snapshotter(image, self._sink.prepare(image.plan))
         snapshotter.bind(self._items)
         self._snapshotter = snapshotter
         return snapshotter
+
+    def _labels(self) -> dict[str, str]:
+        return {"job": self._place.spec.job, "rank": str(self._place.rank)}
+
+    def _lose_writer(self, error: OperationalError) -> None:
+        log.warning("writer lost snapshots_lost=%d error=%s", self._in_flight, error.what)
+        self.counts.not_durable += self._in_flight
+        self._in_flight = 0
+        self._snapshotter = None
 
     def _note_released(self) -> None:
         for released in self._sink.released:
@@ -236,6 +255,7 @@ class TrainState:
         self._sink.released.clear()
 
     def _note(self, released: Released) -> None:
+        self._in_flight = max(0, self._in_flight - 1)
         if released.outcome == "durable":
             self.counts.durable += 1
             self.counts.write_seconds = released.write_seconds
@@ -258,56 +278,24 @@ class TrainState:
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
-    def _materialise(self) -> None:
-        for one in flatten.optimizers_of(self._objects[1]):
-            if type(one) in (torch.optim.Adam, torch.optim.AdamW) or not self._nonce:
-                materialise(one)
-
-    def _collect(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]], dict[str, Any]]:
-        """All live tensors by name, copies of shared ones, and plain structures around them."""
-        model = flatten.model_tensors(self._objects[0], self._aliases)
-        optimizer = flatten.optimizer_state(self._objects[1], self._parameter_names())
-        tensors = {f"model.{name}": value for name, value in model.tensors.items()}
-        tensors |= {f"optimizer.{name}": value for name, value in optimizer.tensors.items()}
-        copies = [(f"model.{name}", value) for name, value in model.copies]
-        copies += [(f"optimizer.{name}", value) for name, value in optimizer.copies]
-        extra = {key: flatten.split_tensors(thing.state_dict(), f"extra.{key}", tensors) for key, thing in self._extra.items()}
-        others = {
-            "model": {name: plain.encode(value, f"model.{name}") for name, value in model.others.items()},
-            "values": optimizer.others,
-            "extra": extra,
-        }
-        return tensors, copies, others
-
-    def _parameter_names(self) -> dict[int, str]:
-        return flatten.parameter_names(self._objects[0], self._aliases)
-
-    def _bind(self) -> list[tuple[str, torch.Tensor]]:
+    def _bind(self) -> Live:
         """Name everything, exchange boxes and a nonce with all ranks, plan who writes what. Once a generation."""
-        live, copies, _ = self._collect()
-        self._items = {name: flatten.item_of(name, value) for name, value in live.items()}
-        self._live = live
+        self._objects.materialise()
+        live = self._objects.collect()
+        self._items = {name: flatten.item_of(name, value) for name, value in live.tensors.items()}
+        self._live = live.tensors
         mine = uuid.uuid4().hex[:8].encode() + encode_boxes([item.box for item in self._items.values()])
         answers = self._exchange(mine)
         held = [decode_boxes(answer[8:]) for answer in answers]
         self._nonce = answers[0][:8].decode()
         self._names = sorted({box.name for boxes in held for box in boxes})
         self._plan_boxes = assign(held)[self._place.rank]
-        return copies
-
-    def _private(self) -> dict[str, Any]:
-        others = self._collect()[2]
-        return {
-            "rng": rng.capture(self._generators),
-            "groups": private.groups(self._objects[1], self._parameter_names()),
-            "data": None if self._data is None else plain.encode(self._data.state_dict(), "data"),
-            **others,
-        }
+        return live
 
     def _job_facts(self) -> dict[str, Any]:
         spec = self._place.spec
         return {
-            "scheduler": [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers],
+            "scheduler": self._objects.scheduler_state(),
             "batch": {"global_batch": spec.global_batch, "micro_batch": spec.micro_batch, "micro_batches": list(spec.micro_batches)},
             "layers_per_stage": list(spec.layers_per_stage),
             "torch": str(torch.__version__),
@@ -344,41 +332,16 @@ class TrainState:
     def _load(self, directory: Path, record: Record, manifests: list[NodeManifest]) -> None:
         from regrow.ckpt.loading import load_items
 
-        self._materialise()
-        copies = self._bind()
+        live = self._bind()
         source = source_of(manifests)
         missing, unexpected = compare_names(source.tensors, self._names)
         if missing or unexpected:
             raise OperationalError(_names_differ(missing, unexpected), where=str(directory), hint="the model or optimizer is another one")
-        items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in copies)]
+        items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in live.copies)]
         cost = load_items(directory, source, items)
         log.info("restored step=%d bytes_needed=%d bytes_read=%d", record.step, cost.bytes_needed, cost.bytes_read)
-        self._load_private(record, {rank.rank: rank.private for manifest in manifests for rank in manifest.ranks})
-
-    def _load_private(self, record: Record, saved: dict[int, dict[str, Any]]) -> None:
-        spec, rank = self._place.spec, self._place.rank
-        names = self._parameter_names()
-        groups = [group for number in sorted(saved) for group in saved[number].get("groups", [])]
-        if self._objects[1] is not None:
-            private.restore_groups(self._objects[1], names, groups)
-            values = {key: value for one in saved.values() for key, value in one.get("values", {}).items()}
-            private.set_values(self._objects[1], names, values)
-        same_mesh = record.mesh == spec.mesh
-        own = saved[rank] if same_mesh else saved[0]
-        for key, thing in self._extra.items():
-            if key not in own.get("extra", {}):
-                raise OperationalError(f"extra state {key!r} is not in the checkpoint", hint=f"it has {sorted(own.get('extra', {}))}")
-            thing.load_state_dict(flatten.join_tensors(own["extra"][key], self._live))
-        for scheduler, state in zip(self._schedulers, record.facts.get("scheduler", []), strict=True):
-            scheduler.load_state_dict(plain.decode(state))
-        if self._data is not None:
-            states = {number: one.get("data") for number, one in saved.items()}
-            state = private.choose_rank_state(states, saved_mesh=record.mesh, mesh=spec.mesh, rank=rank, what="loader state")
-            self._data.load_state_dict(plain.decode(state))
-        if same_mesh:
-            rng.restore(saved[rank]["rng"], self._generators)
-        else:
-            rng.derive(saved[0]["rng"], step=record.step, rank=rank, world_size=spec.world_size, generators=self._generators)
+        saved = {rank.rank: rank.private for manifest in manifests for rank in manifest.ranks}
+        self._objects.load(record, saved, live, self._place.spec, self._place.rank)
 
     def close(self) -> None:
         """Leave the writer; a snapshot that was handed over is still written."""

@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from ckpt_small import Small
 from ckpt_synthetic import spec_of
 
 from regrow.ckpt import catalog
@@ -274,3 +276,48 @@ async def test_sigterm_finishes_what_is_being_written(make_writer, make_producer
     writer.process.terminate()
     assert await asyncio.to_thread(writer.process.wait, 30) == 0
     assert (tmp_path / "step-000000000001-g1-abc" / "node-n0.json").exists()
+
+
+async def test_a_training_state_finds_the_writer_that_replaced_a_killed_one(make_writer, make_committer, tmp_path):
+    """Snapshots that died with the writer are counted; the next save connects again; storage trouble never raises."""
+    writer = await make_writer(faults="shard.fsync:kill:2")
+    small = Small(tmp_path, writer=writer.socket)
+    spec = msgspec.structs.replace(spec_of(1), job="small")
+    committer = await make_committer(spec, [writer])
+    small.state.prepare()
+    small.train(1)
+    assert small.state.save(1, 4).outcome == "snapshot"
+    await committer.until("complete")
+    assert small.state.save(2, 8).outcome == "snapshot"
+    assert await asyncio.to_thread(writer.process.wait, 60) == -signal.SIGKILL
+    report = small.state.save(3, 12)
+    assert (report.outcome, "no checkpoint writer" in report.reason) == ("failed", True)
+    assert (small.state.counts.durable, small.state.counts.not_durable, small.state.counts.failed) == (1, 1, 1)
+    writer.faults = ""
+    await asyncio.to_thread(writer.start)
+    committer = await make_committer(spec, [writer])
+    small.train(1)
+    assert small.state.save(4, 16).outcome == "snapshot"
+    assert (await committer.until("complete")).step == 4
+    assert small.state.save(4, 16).reason == "this step was saved already"
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    again = Small(tmp_path, 2, entry.restore_point(), seed=9)
+    assert again.state.restore() == 4
+    small.state.close()
+
+
+async def test_a_full_house_is_skipped_or_waited_for(make_writer, tmp_path):
+    """Back-pressure is a policy, told to the caller and counted."""
+    writer = await make_writer(faults="shard.write:slow=0.4:0")
+    outcomes = {}
+    for generation, policy in enumerate(("skip", "fail", "wait"), 1):
+        small = Small(tmp_path / policy, generation, writer=writer.socket, back_pressure=policy)
+        assert small.state.ready()
+        outcomes[policy] = [small.state.save(step, step).outcome for step in (1, 2, 3)]
+        small.state.close()
+    assert outcomes == {
+        "skip": ["snapshot", "snapshot", "skipped"],
+        "fail": ["snapshot", "snapshot", "failed"],
+        "wait": ["snapshot", "snapshot", "snapshot"],
+    }

@@ -16,7 +16,16 @@ from regrow.wire import GenerationSpec, RestorePoint
 class Small:
     """Model, AdamW with two groups, a warm-up schedule, real steps."""
 
-    def __init__(self, folder: Path, generation: int = 1, restore: RestorePoint | None = None, *, seed: int = 1, **objects: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        generation: int = 1,
+        restore: RestorePoint | None = None,
+        *,
+        seed: int = 1,
+        writer: str | None = None,
+        **objects: Any,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3))
         groups = [
@@ -32,7 +41,7 @@ class Small:
         )
         place = Place(spec=spec, rank=0, node="alone", local_ranks=(0,), folder=str(folder))
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler} | objects
-        self.state = TrainState.attach(place, writer=None, **parts)
+        self.state = TrainState.attach(place, writer=writer, **parts)
         self.trace: list[tuple[float, list[float]]] = []
 
     def train(self, steps: int) -> None:
