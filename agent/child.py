@@ -27,6 +27,7 @@ from regrow.agent.protocol import WorkerStart
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 EXIT_NO_START = 78
 """Exit code of a worker whose surroundings could not be made (no such folder, no such script)."""
@@ -71,6 +72,11 @@ def run(task: Task) -> int:
     gc.unfreeze()
     gc.enable()
     return _run_user_code(worker)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent died (the setting is not inherited by fork)."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 # --- becoming a clean process ------------------------------------------------------------------------------------

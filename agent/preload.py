@@ -40,9 +40,11 @@ DEFAULT_MODULES = (
 """The first AdamW(...) of a process imports dynamo and sympy: a worker without them is not warm."""
 
 OPTIONAL_MODULES = (
+    "numpy.ma",
     "torch.distributed._composable.replicate_with_fsdp",
     "regrow.agent.worker.session",
     "regrow.ckpt.state",
+    "regrow.parallel.apply",
     "safetensors.torch",
 )
 """Preloaded where they exist; their absence is no problem."""

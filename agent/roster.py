@@ -29,6 +29,21 @@ def process_state(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]
 
 
+def children_of(pid: int) -> list[int]:
+    """Pids of the direct children of a process, zombies included."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if int(text.rpartition(")")[2].split()[1]) == pid:
+            found.append(int(entry.name))
+    return found
+
+
 class Roster:
     """Generations by (job, generation), each with its process group."""
 

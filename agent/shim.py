@@ -8,6 +8,7 @@ loads grpc and never runs a tensor operation; where its self-check fails, worker
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import selectors
@@ -23,7 +24,7 @@ import msgspec
 
 from regrow.agent import child, preload, protocol, starting
 from regrow.agent.lines import LineConnection
-from regrow.agent.roster import Roster, signal_group, start_time
+from regrow.agent.roster import Roster, children_of, signal_group, start_time
 from regrow.processes import lifeline_fd
 
 
@@ -61,6 +62,7 @@ class Shim:
 
     def serve(self) -> None:
         """Run until told to exit, orphaned or cut off. Raises `child.Forked` in every child."""
+        child.adopt_orphans()
         lifeline = lifeline_fd()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -189,6 +191,8 @@ class Shim:
 
     def _preload(self, request: protocol.Preload) -> protocol.Reply:
         names = tuple(name for name in request.modules if name not in self._preloaded)
+        if not names:
+            return protocol.Reply(id=request.id)
         done, problems, seconds = preload.load((), names)
         self._preloaded += done
         self._import_seconds += seconds
@@ -214,15 +218,28 @@ class Shim:
         """Reap one child. The group of a generation is swept while its last zombie still holds the group's number."""
         if self._roster.owner(pid) is not None and self._roster.is_last(pid):
             signal_group(self._roster.group_of(pid), signal.SIGKILL)
+        elif pid not in self._roster.stores:
+            self._sweep_strays()
         _, status = os.waitpid(pid, 0)
         if self._roster.owner(pid) is not None:
             state, worker = self._roster.ended(pid, status)
             self._tell(protocol.WorkerEnded(job=state.job, generation=state.generation, worker=worker))
+            self._sweep_strays()
         store = self._roster.stores.pop(pid, None)
         if store is not None:
             if not store.generation:
                 self._spare_after = time.monotonic() + 1.0
             self._tell(protocol.StoreChanged(store=store, ended=True))
+
+    def _sweep_strays(self) -> None:
+        """With no worker alive, kill what workers left behind outside their group; as their subreaper we inherit it."""
+        if self._roster.alive():
+            return
+        ours = {*self._roster.stores, *self._starter.opening}
+        for pid in children_of(os.getpid()):
+            if pid not in ours:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _keep_spare(self) -> None:
         if not self._with_store or self._leaving or self._roster.spare is not None or self._starter.opening:

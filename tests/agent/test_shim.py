@@ -163,6 +163,21 @@ async def test_helpers_of_workers_that_ended_are_swept(harness: Make) -> None:
     await until(lambda: process_state(int(h.output())) in ("", "Z"))
 
 
+async def test_helpers_in_sessions_of_their_own_are_swept(harness: Make) -> None:
+    h = harness()
+    await h.up()
+    text = (
+        "import subprocess, time\n"
+        "p = subprocess.Popen(['sh', '-c', 'sleep 600 & echo $!; sleep 600'], start_new_session=True)\n"
+        "print(p.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    await h.start([h.worker([h.script(text)])])
+    await until(lambda: len(h.output().split()) == 2)
+    await h.launcher.stop("toy", 1)
+    await h.next(protocol.WorkerEnded)
+    await until(lambda: all(process_state(int(pid)) in ("", "Z") for pid in h.output().split()))
+
+
 async def test_an_own_end_before_the_stop_is_not_torn_down(harness: Make) -> None:
     h = harness()
     await h.up()
