@@ -32,7 +32,7 @@ class JobPart(_Table, frozen=True, kw_only=True):
 
     script: str = ""
     args: tuple[str, ...] = ()
-    steps: int = 200
+    steps: int = 2000
     """Of the built-in job: enough that it outlives the plan; it is stopped when the plan is done."""
     global_batch: int = 16
     micro_batch: int = 2
