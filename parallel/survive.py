@@ -11,7 +11,7 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
-from regrow.parallel import memory
+from regrow.parallel import shape
 from regrow.parallel.planner import Row, plan
 from regrow.parallel.search import Plan, Request
 
@@ -256,5 +256,5 @@ def _check(recovery: Recovery) -> None:
 def state_bytes(request: Request) -> float:
     """Bytes of a whole checkpoint: weights, master weights and moments once."""
     recipe, model = request.recipe, request.model
-    params = model.params or memory.shape.counts(model).total
+    params = shape.counts(model).total
     return params * (recipe.weight + recipe.master + recipe.moments)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
-from regrow.parallel import batch, mesh, planner
+from regrow.parallel import batch, elastic, mesh, planner
 from regrow.wire import JobSpec, ModelShape
 
 DEMO = JobSpec(
@@ -115,6 +115,13 @@ def test_table_wins_over_cost() -> None:
     assert made is not None
     assert made.mesh == MeshShape(dp=2, pp=3)
     assert "table" in made.reason
+
+
+def test_why_a_mesh_cannot_run_a_job() -> None:
+    assert elastic.why_not(DEMO, MeshShape(dp=2, tp=2, pp=2)) == ""
+    assert "heads 4 is not a multiple of TP 3" in elastic.why_not(DEMO, MeshShape(tp=3))
+    assert "PP 7 is more than 6 layers" in elastic.why_not(DEMO, MeshShape(pp=7))
+    assert "fewer than 9 replicas" in elastic.why_not(DEMO, MeshShape(dp=9))
 
 
 def test_table_that_cannot_be_kept_is_an_error() -> None:

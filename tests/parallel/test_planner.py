@@ -283,6 +283,7 @@ def test_no_legal_plan_exits_with_1_and_reasons(regrow: Regrow, change: tuple[ob
     code, document, _ = regrow("plan", *BASE, *change)
     if change == ("--tp", 16):  # asked for, so judged: legal, over the slow link
         assert code == 0
+        assert "leaves the NVLink domain" in document["notes"][0]
         return
     assert code == 1
     assert document["best"] is None
@@ -379,3 +380,8 @@ def test_layers_beside_a_parameter_count_are_split_over_stages(regrow: Regrow) -
     code, document, _ = regrow("plan", "--params", 7e9, "--layers", 30, "--nodes", 1, "--tp", 1, "--pp", 4, "--global-batch", 16)
     assert code == 0
     assert document["best"]["layers_per_stage"] == [7, 8, 8, 7]
+
+
+def test_checkpoint_size(regrow: Regrow) -> None:
+    _, document, _ = regrow("plan", "--params", 7e9, "--nodes", 1, "--gpus-per-node", 8)
+    assert document["checkpoint_bytes"] == 14 * 7e9

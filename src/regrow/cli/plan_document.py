@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from regrow.ids import MeshShape
-from regrow.parallel import comm, cost, memory, pipeline, planner, shape
+from regrow.parallel import comm, cost, memory, pipeline, planner, shape, survive
 from regrow.parallel.inventory import Inventory
 from regrow.parallel.planner import Plan, Request, Result
 from regrow.parallel.traffic import traffic
@@ -24,6 +24,11 @@ def document(request: Request, result: Result, notes: list[str]) -> dict[str, An
             *notes,
             f"the best plan fills {share:.0%} of the memory, within the model's error of 10 %: measure it, or raise --reserve-gb",
         ]
+    if best is not None and best.mesh.tp > request.inventory.nvlink_gpus:
+        notes = [
+            *notes,
+            f"TP {best.mesh.tp} leaves the NVLink domain of {request.inventory.nvlink_gpus} GPUs, as was asked: expect the slow link",
+        ]
     return {
         "inventory": inventory(request.inventory),
         "model": model(request.model),
@@ -31,6 +36,7 @@ def document(request: Request, result: Result, notes: list[str]) -> dict[str, An
         "plans": [plan(request, each) for each in result.plans],
         "rejected": [{"mesh": mesh(each.mesh), "reason": each.reason} for each in result.rejected[:_MOST_REJECTED]],
         "rejected_count": len(result.rejected),
+        "checkpoint_bytes": survive.state_bytes(request),
         "largest_model": largest(request.inventory, request.recipe),
         "notes": notes,
     } | _equal(request, best)
