@@ -219,12 +219,14 @@ def apply_mesh(
     layered = cast("apply_layers.LayeredModel", model)
     num_layers = len(layered.layers)
     kind = apply_pipeline.check_schedule(strategy.schedule, pp=shape.pp, layers=num_layers, micro_batches=strategy.micro_batches)
+    per_rank = kind.stages_per_rank if shape.pp > 1 else 1
+    ranges = apply_layers.layers_of_stages(num_layers, shape.pp * per_rank, strategy.layers_per_stage if per_rank == 1 else ())
+    _check_ties(layered.ties, strategy, two_ends=kind.v_shaped and shape.pp > 1)
     coordinates = shape.coordinates(dist.get_rank() if shape.world_size > 1 else 0)
     coordinates.pop("cp")
     order = apply_layers.parameter_order(model)
-    per_rank = kind.stages_per_rank if shape.pp > 1 else 1
-    _check_ties(layered.ties, strategy, two_ends=kind.v_shaped and shape.pp > 1)
-    module, stages = _cut(model, mesh, shape, strategy, pp_index=coordinates["pp"], per_rank=per_rank, v_shaped=kind.v_shaped)
+    mine = apply_layers.stages_of_rank(shape.pp, coordinates["pp"], per_rank, v_shaped=kind.v_shaped and per_rank > 1)
+    module, stages = _cut(model, mesh, strategy, ranges, mine)
     if strategy.zero_stage >= 2 and shape.dp > 1:
         _shard(stages, mesh, shape, strategy)
     pipeline = None
@@ -256,22 +258,19 @@ def apply_mesh(
 
 
 def _cut(
-    model: nn.Module, mesh: Any, shape: MeshShape, strategy: Strategy, *, pp_index: int, per_rank: int, v_shaped: bool
+    model: nn.Module, mesh: Any, strategy: Strategy, ranges: Sequence[range], mine: Sequence[int]
 ) -> tuple[nn.Module, list[tuple[int, nn.Module]]]:
     """This rank's part of the model, tensor-parallel already, and its stages by number: views of that part."""
-    layered = cast("apply_layers.LayeredModel", model)
-    num_stages = shape.pp * per_rank
-    ranges = apply_layers.layers_of_stages(len(layered.layers), num_stages, strategy.layers_per_stage if per_rank == 1 else ())
-    mine = apply_layers.stages_of_rank(shape.pp, pp_index, per_rank, v_shaped=v_shaped and per_rank > 1)
+    last = len(ranges) - 1
     held = sorted(layer for stage in mine for layer in ranges[stage])
-    module = apply_layers.part(model, held, first=0 in mine, last=num_stages - 1 in mine)
-    if shape.tp > 1:
+    module = apply_layers.part(model, held, first=0 in mine, last=last in mine)
+    if mesh is not None and mesh["tp"].size() > 1:
         apply_tensor.apply_tensor_parallel(module, mesh["tp"], sequence_parallel=strategy.sequence_parallel)
-    apply_layers.tie(module, layered.ties)
+    apply_layers.tie(module, cast("apply_layers.LayeredModel", model).ties)
     recompute_layers(module, strategy.recompute)
-    if per_rank == 1:
+    if len(mine) == 1:
         return module, [(mine[0], module)]
-    return module, [(stage, apply_layers.part(module, ranges[stage], first=stage == 0, last=stage == num_stages - 1)) for stage in mine]
+    return module, [(stage, apply_layers.part(module, ranges[stage], first=stage == 0, last=stage == last)) for stage in mine]
 
 
 def _check_ties(ties: Mapping[str, str], strategy: Strategy, *, two_ends: bool) -> None:

@@ -1,0 +1,116 @@
+"""Every strategy that the support matrix names (docs/parallelism-runtime.md): the loss of one process, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from regrow.demo.compare import compare
+from regrow.demo.lineage import read_lineage
+from regrow.demo.model import Config, Gpt
+from regrow.errors import ConfigurationError
+from regrow.ids import MeshShape
+from regrow.parallel.apply import Strategy, apply_mesh
+
+SMALL = ("--layers", "4", "--hidden", "48", "--seq", "48", "--seed", "6", "--samples", "64", "--steps", "3")
+QUICK = {
+    "zbv": ("1x1x2", "--schedule", "zbv"),
+    "hsdp": ("4x1x1", "--zero", "3", "--shard-size", "2"),
+    "selective": ("2x1x1", "--recompute", "selective"),
+    "tied-stages": ("1x1x2", "--tied", "--schedule", "interleaved"),
+}
+MORE = {
+    "gpipe": ("2x1x2", "--schedule", "gpipe"),
+    "interleaved": ("1x2x2", "--schedule", "interleaved"),
+    "interleaved-zb": ("2x1x2", "--schedule", "interleaved-zb"),
+    "dualpipev": ("1x1x2", "--schedule", "dualpipev"),
+    "zbv-zero3": ("2x1x2", "--schedule", "zbv", "--zero", "3"),
+    "zbv-recompute": ("1x2x2", "--schedule", "zbv", "--recompute", "full"),
+    "zero2": ("3x1x1", "--zero", "2"),
+    "zero3": ("4x1x1", "--zero", "3"),
+    "zero3-tp-pp": ("2x2x2", "--zero", "3"),
+    "hsdp-tp": ("4x2x1", "--zero", "2", "--shard-size", "2"),
+    "full-pp": ("1x1x3", "--recompute", "full"),
+    "selective-tp": ("1x2x1", "--recompute", "selective"),
+    "selective-zero3": ("2x1x1", "--recompute", "selective", "--zero", "3"),
+    "tied-tp": ("1x2x1", "--tied"),
+    "tied-zbv": ("1x1x2", "--tied", "--schedule", "zbv"),
+    "tied-zero3-pp": ("2x1x2", "--tied", "--zero", "3"),
+    "tied-zero3-tp": ("2x2x1", "--tied", "--zero", "3"),
+    "tied-3d": ("2x2x2", "--tied"),
+}
+
+
+def run_and_compare(ranks: Any, strategies: dict[str, tuple[str, ...]]) -> None:
+    jobs = [ranks.training("one", "1x1x1", *SMALL), ranks.training("one-tied", "1x1x1", *SMALL, "--tied")]
+    jobs += [ranks.training(name, mesh, *SMALL, *arguments) for name, (mesh, *arguments) in strategies.items()]
+    done = ranks.run(jobs)
+    failed: dict[str, Any] = {}
+    for name in strategies:
+        twin = done["one-tied" if name.startswith("tied") else "one"]
+        comparison = compare(done[name].ok(), twin.ok(), last_step=3)
+        if not comparison.passed:
+            failed[name] = [check for check in comparison.checks if not check.passed]
+    assert not failed, failed
+    one, tied = (read_lineage(done[name].folder).steps[3].losses[0] for name in ("one", "one-tied"))
+    assert one != tied
+
+
+def test_strategies_have_the_loss_of_one_process(ranks: Any) -> None:
+    run_and_compare(ranks, QUICK)
+
+
+@pytest.mark.soak
+def test_more_strategies_have_the_loss_of_one_process(ranks: Any) -> None:
+    run_and_compare(ranks, MORE)
+
+
+@pytest.mark.soak
+def test_bf16_lies_inside_the_band_of_seeds(ranks: Any) -> None:
+    arguments = [*SMALL[:-1], "40", "--lr", "2e-3"]
+    jobs = [ranks.training(f"seed{seed}", "1x1x1", *arguments, "--seed", str(seed)) for seed in range(4)]
+    jobs.append(ranks.training("bf16", "2x1x1", *arguments, "--seed", "0", "--zero", "2", "--bf16"))
+    done = ranks.run(jobs)
+    last = {name: read_lineage(result.ok()).steps[40].losses[0] for name, result in done.items()}
+    seeds = [loss for name, loss in last.items() if name != "bf16"]
+    assert min(seeds) < last["bf16"] < max(seeds), last
+    assert last["bf16"] != last["seed0"]
+
+
+def test_the_rank_that_makes_a_nan_is_named_before_its_peers_have_it(ranks: Any) -> None:
+    done = ranks.run([ranks.job("nan", 3, "spoil:spoiled_rank", {"folder": "{folder}"})])
+    folder = done["nan"].ok()
+    assert [(folder / f"broken{rank}").read_text() for rank in range(3)] == ["(1,)"] * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed", "words"),
+    [
+        ("3x1x1", {"micro_batches": (4, 4)}, "for dp = 3"),
+        ("2x1x1", {"micro_batches": (8, 0)}, "for dp = 2"),
+        ("1x1x5", {}, "5 layers"),
+        ("1x1x2", {"schedule": "dualpipe"}, "not known"),
+        ("1x1x3", {"schedule": "zbv"}, "needs 6 layers"),
+        ("1x1x2", {"schedule": "zbv", "micro_batches": (1,)}, "at least 2 micro-batches"),
+        ("1x1x2", {"layers_per_stage": (3, 2)}, "do not put 4 layers"),
+        ("2x1x1", {"micro_batches": (4, 4), "zero_stage": 1}, "ZeRO stage 1"),
+        ("2x1x1", {"micro_batches": (4, 4), "shard_size": 2}, "shard groups"),
+        ("2x1x1", {"micro_batches": (4, 4), "compute": torch.bfloat16}, "bf16"),
+        ("dp=1,cp=2", {}, "cp = 2"),
+    ],
+)
+def test_refusals_name_the_factors(shape: str, changed: dict[str, Any], words: str) -> None:
+    strategy = Strategy(**{"micro_batch": 2, "micro_batches": (8,)} | changed)
+    with pytest.raises(ConfigurationError) as caught:
+        apply_mesh(Gpt(Config()), None, MeshShape.parse(shape), strategy)
+    assert words in str(caught.value)
+    assert caught.value.hint
+
+
+def test_wrong_share_of_samples_is_refused() -> None:
+    net = apply_mesh(Gpt(Config(layers=1)), None, MeshShape(), Strategy(micro_batch=2, micro_batches=(2,)))
+    sample = torch.zeros(3, 96, dtype=torch.int64)
+    with pytest.raises(ConfigurationError, match="3 samples"):
+        net.forward_backward(sample, sample, torch.zeros(3, dtype=torch.int64))
