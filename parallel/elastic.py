@@ -70,14 +70,14 @@ def _cheapest(spec: JobSpec, num_workers: int) -> MeshChoice | None:
         tried += 1
         if made is None:
             continue
-        price = _price(spec, made)
-        if best is None or (price, made.workers_used) < best[:2]:
-            best = (price, made.workers_used, made)
+        key = (_price(spec, made), -made.workers_used)
+        if best is None or key < best[:2]:
+            best = (*key, made)
     if best is None:
         return None
-    price, used, made = best
+    price, _, made = best
     reason = f"cheapest of {tried} meshes for {num_workers} workers: relative step time {price:.3g}"
-    return msgspec.structs.replace(made, reason=_with_idle(reason, num_workers - used))
+    return msgspec.structs.replace(made, reason=_with_idle(reason, num_workers - made.workers_used))
 
 
 def _with_idle(text: str, idle: int) -> str:
@@ -87,15 +87,27 @@ def _with_idle(text: str, idle: int) -> str:
 def _candidates(spec: JobSpec, num_workers: int) -> list[MeshShape]:
     home = spec.mesh or MeshShape()
     if spec.mesh is None or spec.model is None or spec.model.layers < 1:
-        most = num_workers // home.replica_size
-        return [msgspec.structs.replace(home, dp=dp) for dp in range(most, 0, -1)]
-    node = max(1, spec.nproc_per_node)
-    return [
-        MeshShape(dp=dp, tp=tp, pp=pp, cp=home.cp, ep=home.ep)
-        for tp in range(1, min(num_workers, max(node, home.tp)) + 1)
-        for pp in range(1, num_workers // (tp * home.cp) + 1)
-        for dp in range(1, num_workers // (tp * pp * home.cp) + 1)
-    ]
+        dp = _most_replicas(spec, num_workers // home.replica_size, home)
+        return [msgspec.structs.replace(home, dp=dp)] if dp else []
+    found: list[MeshShape] = []
+    for tp in range(1, min(num_workers, max(1, spec.nproc_per_node, home.tp)) + 1):
+        if spec.nproc_per_node % tp and tp != home.tp:
+            continue  # ranks are numbered through the nodes: such a TP group would lie across two of them
+        for pp in range(1, min(spec.model.layers, num_workers // (tp * home.cp)) + 1):
+            shape = MeshShape(tp=tp, pp=pp, cp=home.cp, ep=home.ep)
+            dp = _most_replicas(spec, num_workers // shape.replica_size, shape)
+            if dp:
+                found.append(msgspec.structs.replace(shape, dp=dp))
+    return found
+
+
+def _most_replicas(spec: JobSpec, most: int, shape: MeshShape) -> int:
+    """Replicas that workers, batch and expert axis allow; 0: none. Fewer are never faster, so only this many are tried."""
+    if spec.global_batch and spec.micro_batch > 0:
+        most = min(most, spec.global_batch // spec.micro_batch)
+    while most > 1 and (most * shape.cp * shape.tp) % shape.ep:
+        most -= 1
+    return most
 
 
 def _price(spec: JobSpec, made: MeshChoice) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +98,57 @@ def test_every_world_keeps_the_batch_and_all_layers(workers: int) -> None:
     assert made.mesh.tp <= 2
 
 
+@pytest.mark.parametrize("workers", range(1, 25))
+def test_no_mesh_is_better_than_the_chosen_one(workers: int) -> None:
+    """Against every mesh of at most that many workers, by the same price."""
+    spec = msgspec.structs.replace(DEMO, mesh=MeshShape(dp=8, tp=2, pp=2))
+    made = planner.choose_mesh(spec, workers)
+    assert made is not None
+    prices: list[float] = []
+    for dp, tp, pp in itertools.product(range(1, workers + 1), range(1, 3), range(1, 7)):
+        one, _ = elastic._complete(spec, MeshShape(dp=dp, tp=tp, pp=pp))
+        if one is not None and one.workers_used <= workers:
+            prices.append(elastic._price(spec, one))
+    assert elastic._price(spec, made) == pytest.approx(min(prices))
+
+
+def test_a_large_job_is_chosen_quickly() -> None:
+    shape = ModelShape(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=8192)
+    spec = JobSpec(job="big", argv=("t.py",), nproc_per_node=8, mesh=MeshShape(dp=128, tp=8, pp=16), model=shape, global_batch=2048)
+    start = time.process_time()
+    made = planner.choose_mesh(spec, 16376)
+    assert time.process_time() - start < 1.0
+    assert made is not None
+    assert (made.mesh.tp, made.workers_used <= 16376) == (8, True)
+    assert sum(made.micro_batches) == 2048
+
+
+def test_tp_groups_do_not_lie_across_nodes() -> None:
+    shape = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=256, seq=64)
+    spec = JobSpec(job="j", argv=("t.py",), nproc_per_node=8, mesh=MeshShape(dp=4, tp=8), model=shape, global_batch=4)
+    for workers in range(1, 33):
+        made = planner.choose_mesh(spec, workers)
+        assert made is not None
+        assert 8 % made.mesh.tp == 0
+
+
+def test_a_large_plain_job_is_chosen_quickly() -> None:
+    start = time.process_time()
+    made = planner.choose_mesh(JobSpec(job="j", argv=("t.py",), global_batch=20000), 16384)
+    assert time.process_time() - start < 0.5
+    assert made is not None
+    assert made.mesh.dp == 16384
+
+
+def test_experts_stay_folded_into_the_data_axis() -> None:
+    shape = ModelShape(layers=4, hidden=128, heads=4, experts=8)
+    spec = JobSpec(job="moe", argv=("t.py",), nproc_per_node=2, mesh=MeshShape(dp=4, tp=2, ep=4), model=shape, global_batch=24)
+    for workers in (7, 6, 5, 4):
+        made = planner.choose_mesh(spec, workers)
+        assert made is not None
+        assert (made.mesh.dp * made.mesh.tp) % made.mesh.ep == 0
+
+
 def test_no_model_keeps_tp_and_pp() -> None:
     spec = JobSpec(job="j", argv=("t.py",), mesh=MeshShape(dp=4, tp=2, pp=2), global_batch=8)
     made = planner.choose_mesh(spec, 13)
@@ -107,6 +162,14 @@ def test_plain_data_parallel_job_uses_everybody() -> None:
     made = planner.choose_mesh(JobSpec(job="j", argv=("t.py",)), 7)
     assert made is not None
     assert made.mesh == MeshShape(dp=7)
+
+
+@pytest.mark.parametrize("workers", [3, 5, 7])
+def test_a_plain_job_takes_everybody_even_where_the_batch_rounds_up(workers: int) -> None:
+    made = planner.choose_mesh(JobSpec(job="j", argv=("t.py",), global_batch=8), workers)
+    assert made is not None
+    assert made.mesh.dp == workers
+    assert sum(made.micro_batches) == 8
 
 
 def test_table_wins_over_cost() -> None:
