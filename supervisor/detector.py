@@ -6,6 +6,7 @@ import msgspec
 
 from regrow import wire
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core.hang import STOPPED
 
 _LAG_FACTOR = 4.0
 """Looks that come later than this many periods mean that we stood still, not that everybody else fell silent."""
@@ -92,13 +93,20 @@ class Stall(msgspec.Struct):
         changed = False
         for word in progress:
             known = self.ranks.get(word.rank)
-            if known is None or (known.started_step, known.applied_step, known.phase) != (word.started_step, word.applied_step, word.phase):
+            if known is None or (known.started_step, known.applied_step) != (word.started_step, word.applied_step):
                 changed = True
+            elif known.phase != word.phase and word.phase not in STOPPED:
+                changed = True  # a process that is found not to run is the opposite of progress
             if word.phase not in _IDLE_PHASES:
                 self.ever = True
             self.ranks[word.rank] = word
             self.seen_at[word.rank] = now
         return self.moved(now) if changed else None
+
+    @property
+    def stopped(self) -> bool:
+        """Some worker's process does not run."""
+        return any(word.phase in STOPPED for word in self.ranks.values())
 
     def moved(self, now: float) -> e.ProgressResumed | None:
         """Something moved."""

@@ -180,7 +180,7 @@ class Term:
             job = self.view.jobs.get(name)
             if job is None or job.generation is None or job.generation.number != stall.generation:
                 continue
-            found = stall.look(now, rates.hang_limit(job, self._policy))
+            found = stall.look(now, rates.hang_limit(job, self._policy, stopped=stall.stopped))
             if found is not None:
                 self.post(found)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from regrow import wire
 
-_STOPPED = ("stopped", "traced", "gone")
+STOPPED = ("stopped", "traced", "gone")
 """Phases that an agent reports when the process itself does not run (SIGSTOP, ptrace, D state, vanished)."""
 _CLEARLY_OLDER_SECONDS = 0.5
 
@@ -28,7 +28,7 @@ def odd_rank(ranks: tuple[wire.RankProgress, ...], stacks: dict[int, str]) -> Od
     """
     if not ranks:
         return Odd(rank=-1, why="no rank reports progress")
-    stopped = [item.rank for item in ranks if item.phase in _STOPPED]
+    stopped = [item.rank for item in ranks if item.phase in STOPPED]
     if stopped:
         return Odd(rank=stopped[0], why=f"its process does not run (ranks {stopped})" if len(stopped) > 1 else "its process does not run")
     if len(ranks) == 1:

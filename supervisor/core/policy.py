@@ -38,6 +38,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hang_floor_seconds: float = 30.0
     """The learned limit of a step without progress is max(floor, hang_factor x median step)."""
     hang_factor: float = 8.0
+    hang_stopped_factor: float = 3.0
+    """The factor when a worker's process is known not to run (SIGSTOP, ptrace, D state): that is evidence by itself."""
     hang_first_step_seconds: float = 120.0
     """Least limit before the first completed step of a generation (compilation, caches)."""
     stacks_seconds: float = 1.0

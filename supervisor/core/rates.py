@@ -25,14 +25,18 @@ def median_step(job: JobView) -> float | None:
     return statistics.median(job.step_seconds) if job.step_seconds else None
 
 
-def hang_limit(job: JobView, policy: Policy) -> float:
+def hang_limit(job: JobView, policy: Policy, *, stopped: bool = False) -> float:
     """Seconds without any change of progress after which a generation is hung.
 
     The job's fixed limit wins; else max(floor, factor x median step). Before the first step of a generation the limit
     is at least `hang_first_step_seconds`.
+
+    Args:
+        stopped: an agent sees a worker whose process does not run.
     """
     step = median_step(job)
-    limit = job.spec.hang_seconds or max(policy.hang_floor_seconds, policy.hang_factor * (step or 0.0))
+    factor = policy.hang_stopped_factor if stopped else policy.hang_factor
+    limit = job.spec.hang_seconds or max(policy.hang_floor_seconds, factor * (step or 0.0))
     generation = job.generation
     if generation is None or generation.first_step_at is None:
         limit = max(limit, policy.hang_first_step_seconds)

@@ -49,7 +49,9 @@ class Checkers:
         if self.specs and spec.generation < max(self.specs):
             self.fail(now, f"generation {spec.generation} is recorded after {max(self.specs)}")
         if epoch < current_epoch or epoch < self._newest_epoch:
-            self.fail(now, f"a leader of epoch {epoch} records generation {spec.generation} in epoch {max(current_epoch, self._newest_epoch)}")
+            self.fail(
+                now, f"a leader of epoch {epoch} records generation {spec.generation} in epoch {max(current_epoch, self._newest_epoch)}"
+            )
         self._newest_epoch = max(self._newest_epoch, epoch)
         self.specs[spec.generation] = spec
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from regrow import wire
-from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import rates
 from regrow.supervisor.core.policy import Policy
@@ -26,15 +25,6 @@ _change = msgspec.structs.replace
 _TOLD_CHECKPOINTS = 3
 
 
-class Owned(dict[str, Any]):
-    """A map of the view that a union extends in place. `fold` drops the older view, so nobody sees the difference; a copy of
-    thousands of entries a fact is saved. Only for large clusters; a test compares the journals with and without."""
-
-    def __or__(self, other: Any) -> Any:
-        self.update(other)
-        return self
-
-
 class Leader:
     """One term of one supervisor process."""
 
@@ -48,6 +38,8 @@ class Leader:
         self.connected: set[str] = set()
         self.silent: set[str] = set()
         self.known_revision = world.store.revision
+        self.reason = ""
+        """Of the last decision."""
         self.told_steps: dict[int, int] = {}
         """{generation: highest completed step that was told}."""
         self._policy = policy
@@ -85,9 +77,9 @@ class Leader:
         now = self.world.now
         events = (*self._catch_up(now), *self._queue)
         self._queue = []
-        self._own()
         result = self._decide(self.view, events, self._policy, now)
         self.view = result.view
+        self.reason = result.decision.reason
         self.world.journal.turn(now, self, events, result)
         if result.actions or not self.world.setup.lean:
             self.world.checkers.view(now, self.view)
@@ -96,29 +88,17 @@ class Leader:
         wake = result.decision.wake_at
         self._wake = self.world.loop.at(wake, self._woken) if wake is not None else None
         if result.actions:
-            self.world.dispatch(self, result)
+            self.world.orders.dispatch(self, result)
 
     def _woken(self) -> None:
         self._wake = None
         self.flush()
 
-    def _own(self) -> None:
-        """Large clusters: maps that are extended in place."""
-        if not self.world.setup.lean or not self.view.jobs:
-            return
-        if not isinstance(self.view.nodes, Owned):
-            self.view = _change(self.view, nodes=Owned(self.view.nodes))
-        job = self.view.jobs[JOB]
-        generation = job.generation
-        if generation is not None and not isinstance(generation.members, Owned):
-            job = _change(job, generation=_change(generation, members=Owned(generation.members)))
-            self.view = _change(self.view, jobs=self.view.jobs | {JOB: job})
-
     # --- what progressed since the last turn: told late, with the instants at which it happened
 
     def _catch_up(self, now: float) -> list[e.Event]:
         """Steps and commits that would have been events of their own. Nothing was decided meanwhile, so nothing differs."""
-        self.world.settle()
+        self.world.life.settle()
         run = self.world.run
         found: list[e.Event] = []
         if run is not None and run.paces is not None and self.hears(run):
@@ -189,7 +169,7 @@ class Leader:
             return
         self.post(
             e.ProgressStalled(
-                at=self.world.now, job=JOB, generation=run.number, since=since, limit_seconds=limit, ranks=self.world.words(run)
+                at=self.world.now, job=JOB, generation=run.number, since=since, limit_seconds=limit, ranks=self.world.life.words(run)
             )
         )
 
@@ -207,15 +187,3 @@ def committed(at: float, record: wire.CheckpointRecord) -> e.CheckpointMoved:
         evidence=record.evidence,
         damaged=record.damaged,
     )
-
-
-def action_counts(result: Turn) -> dict[str, int]:
-    """How many actions of each kind a turn decided."""
-    counts: dict[str, int] = {}
-    for _, action in result.actions:
-        tag = str(action.__struct_config__.tag)
-        counts[tag] = counts.get(tag, 0) + 1
-    return counts
-
-
-_BULK = (a.StartMember, a.StopWorkers)

@@ -142,7 +142,5 @@ class Paces:
         """
         found: list[tuple[int, float]] = []
         for pace, following in self._parts():
-            found += [
-                (step, at) for step, at in pace.saves(max(after, pace.base), until) if following is None or step < following.base
-            ]
+            found += [(step, at) for step, at in pace.saves(max(after, pace.base), until) if following is None or step < following.base]
         return found

@@ -34,9 +34,21 @@ class SimStore:
         self.quarantine: dict[str, QuarantineRecord] = {}
         self.checkpoints: dict[int, wire.CheckpointRecord] = {}
         self.log: list[Commit] = []
+        self.up_since = 0.0
         self.corrupt: set[int] = set()
-        """Steps whose bytes are wrong, whoever knows: damage on storage, or state that had diverged."""
+        """Steps whose state had diverged, whoever knows."""
+        self.damaged: set[int] = set()
+        """Steps whose bytes on storage are wrong, whoever knows."""
         self._checkers = checkers
+
+    @property
+    def unusable(self) -> set[int]:
+        """Steps that nobody should go back to."""
+        return self.corrupt | self.damaged
+
+    def come_up(self, now: float) -> None:
+        """It answers again."""
+        self.up, self.up_since = True, now
 
     def new_term(self) -> int:
         """Election: the leader's key is there anew, with a higher epoch."""
@@ -78,6 +90,7 @@ class SimStore:
             record_digest=f"{step:x}-{spec.generation:x}",
         )
         self.corrupt.discard(step)
+        self.damaged.discard(step)
         self.checkpoints[step] = record
         self.log.append(Commit(at=now, step=step, record=record))
         usable = sorted(found for found, item in self.checkpoints.items() if not item.damaged)

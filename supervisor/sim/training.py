@@ -51,6 +51,8 @@ class Run:
         self.frozen: int | None = None
         """Highest completed step, once it is broken or over."""
         self.rate = spec.failures_per_second
+        self.stuck = -1
+        """Rank that hangs; -1: none."""
         self.diverged_at: int | None = None
         """First step whose state is wrong on one replica."""
         self.paces: Paces | None = None
@@ -83,18 +85,18 @@ class Run:
         world = self.world
         world.accounts.lose(phase, world.now)
         self.changed_at = world.now
-        if phase == "restore" and self.base in world.store.corrupt and world.detects_damage(self.base):
-            world.restore_fails(self)
+        if phase == "restore" and self.base in world.store.damaged:
+            world.life.restore_fails(self)
             return
         if phase in TOLD_AS:
-            world.phase_passed(self, TOLD_AS[phase])
+            world.life.phase_passed(self, TOLD_AS[phase])
         if phase == "first_step":
             self._train()
             return
         self.phase = STARTING[STARTING.index(phase) + 1]
         following = self.phase
         world.loop.after(world.phase_seconds(following), lambda: self._passed(following))
-        world.watch_progress(self)
+        world.life.watch_progress(self)
 
     def _train(self) -> None:
         self.state = "training"
@@ -108,8 +110,8 @@ class Run:
             next_save=self.base + every,
         )
         self.paces = Paces(first)
-        self.world.training_began(self)
-        self.world.loop.at(first.done_at(self.base + 1), lambda: self.world.first_step(self))
+        self.world.life.training_began(self)
+        self.world.loop.at(first.done_at(self.base + 1), lambda: self.world.life.first_step(self))
 
     def _every(self) -> int:
         setup = self.world.setup
@@ -190,6 +192,7 @@ class Run:
         if self.state in ("broken", "over"):
             self.state = "over" if state == "over" else self.state
             return
+        self.world.live.remove(self)
         if self.state == "training" and self.paces is not None:
             self.list_saves(now)
             self._account(now)

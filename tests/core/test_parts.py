@@ -286,6 +286,7 @@ def test_hang_limit_is_learned_and_a_fixed_one_wins() -> None:
         world.step(number, seconds=10.0)
     assert rates.hang_limit(world.job, Policy()) == 80.0
     assert rates.hang_limit(world.job, Policy(hang_floor_seconds=200.0)) == 200.0
+    assert rates.hang_limit(world.job, Policy(hang_floor_seconds=5.0), stopped=True) == 30.0
     fixed = msgspec.structs.replace(world.job, spec=msgspec.structs.replace(world.job.spec, hang_seconds=3.0))
     assert rates.hang_limit(fixed, Policy()) == 3.0
 

@@ -69,6 +69,16 @@ def test_stall_is_said_once_and_again_after_it_moved() -> None:
     assert stall.look(213.0, 10.0) is not None
 
 
+def test_a_process_found_stopped_is_no_progress_and_its_return_is() -> None:
+    stall = Stall(job="j", generation=1, changed_at=0.0)
+    stall.words((word(0, 1, 0), word(1, 1, 0)), 1.0)
+    stall.words((word(0, 1, 0), word(1, 1, 0, "stopped")), 5.0)
+    assert stall.stopped
+    assert stall.look(11.0, 10.0) is not None
+    assert stall.words((word(0, 1, 0), word(1, 1, 0)), 12.0) is not None
+    assert not stall.stopped
+
+
 def test_scripts_without_words_never_stall() -> None:
     stall = Stall(job="j", generation=1, changed_at=0.0)
     stall.words((word(0, 0, 0, "start"),), 1.0)
