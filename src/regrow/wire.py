@@ -620,6 +620,23 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = PROTOCOL_VERSION
 
 
+class StatusRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """/jobs/<job>/status/<node>, leased: what a node runs, written by its agent on change."""
+
+    node: str
+    incarnation: str
+    job: str
+    epoch: int
+    generation: int
+    stage: str
+    """starting, running, stopping, stopped, ended."""
+    workers: dict[int, str] = {}
+    """By rank: running, finished, failed, torn_down."""
+    applied_step: int = -1
+    """Lowest step that a local rank had applied when this was written."""
+    version: int = PROTOCOL_VERSION
+
+
 class CommandRecord(msgspec.Struct, frozen=True, kw_only=True):
     """/jobs/<job>/command: what an operator wants; holds over a supervisor restart."""
 
