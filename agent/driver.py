@@ -59,6 +59,7 @@ class Agent:
         self.metrics = AgentMetrics(self)
         self.view = NodeView(self, incarnation=new_incarnation(), hardware_id=hardware_id(settings), boot_id=boot_id())
         self._busy = False
+        self._status: wire.StatusRecord | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._quit: asyncio.Future[m.Quit] = asyncio.get_running_loop().create_future()
         self._first_contact = asyncio.Event()
@@ -86,6 +87,7 @@ class Agent:
         self._spawn("leader", self.registry.follow_leader())
         self._spawn("beat", self.beat.run())
         self._spawn("register", self._register())
+        self._spawn("status", self.registry.keep_status(self.view.applied_step))
         self._spawn("metrics", self.metrics.run())
         try:
             order = await self._quit
@@ -164,7 +166,7 @@ class Agent:
                 self._schedule_quit(effect)
             else:
                 self.dispatcher.put(effect)
-        self._note_busy()
+        self._note_changes()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -173,7 +175,11 @@ class Agent:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, at - now) + 0.001, lambda: self.feed(m.Tick()))
 
-    def _note_busy(self) -> None:
+    def _note_changes(self) -> None:
+        status = self.view.status()
+        if status is not None and status != self._status:
+            self._status = status
+            self.registry.set_status(status)
         busy = self.state.current is not None and bool(self.state.current.live)
         if busy != self._busy:
             self._busy = busy
@@ -217,7 +223,8 @@ class Agent:
 
     def disconnected(self) -> None:
         """The workers go on."""
-        _log.warning("beat connection lost: workers go on")
+        if not self._quit.done():
+            _log.warning("beat connection lost: workers go on")
         self.feed(m.Disconnected())
 
     def refused(self, refusal: wire.Refused) -> None:

@@ -29,6 +29,7 @@ class AgentMetrics:
         self._agent = agent
         self.registry = CollectorRegistry()
         self._gauges = telemetry.build("agent", self.registry)
+        self._xids: dict[tuple[str, int], int] = {}
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -69,6 +70,23 @@ class AgentMetrics:
             values["regrow_agent_beat_age_seconds"] = asyncio.get_running_loop().time() - last
         for name, value in values.items():
             self._gauges[name].labels(node=node).set(value)
+        self._refresh_devices(node)
+
+    def _refresh_devices(self, node: str) -> None:
+        """Series of GPUs that are gone are removed; a counter starts anew with its agent."""
+        sample = self._agent.health.sample()
+        temperatures = self._gauges["regrow_agent_gpu_temperature_celsius"]
+        temperatures.clear()
+        if sample is not None:
+            self._gauges["regrow_agent_probe_seconds"].labels(node=node).set(sample.seconds)
+            for one in sample.devices:
+                if one.temperature is not None:
+                    temperatures.labels(node=node, device=one.device.uuid).set(one.temperature)
+        for (uuid, code), count in self._agent.health.xids().items():
+            before = self._xids.get((uuid, code), 0)
+            if count > before:
+                self._gauges["regrow_agent_gpu_xids"].labels(node=node, device=uuid, xid=str(code)).inc(count - before)
+                self._xids[(uuid, code)] = count
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError):

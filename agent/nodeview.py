@@ -113,6 +113,29 @@ class NodeView:
         )
         return wire.Beat(seq=seq, generation=local.generation, progress=progress, spare_store=self.spare_store)
 
+    def status(self) -> wire.StatusRecord | None:
+        """What this node runs; None before its first generation. The step is left out: it is no change by itself."""
+        local = self._agent.state.current
+        if local is None:
+            return None
+        workers = dict.fromkeys(local.live, "running")
+        for rank, found in local.exits.items():
+            workers[rank] = "torn_down" if found.torn_down else "finished" if found.declared_end else "failed"
+        return wire.StatusRecord(
+            node=self._agent.settings.node,
+            incarnation=self.incarnation,
+            job=local.job,
+            epoch=local.order.epoch,
+            generation=local.generation,
+            stage=local.stage,
+            workers=dict(sorted(workers.items())),
+        )
+
+    def applied_step(self) -> int:
+        """Lowest step that a local rank has applied; -1 for none."""
+        steps = [found.applied_step for found in self.beat(0).progress]
+        return min(steps, default=-1)
+
     def record(self) -> wire.NodeRecord:
         """This node's value in the store."""
         agent, settings = self._agent, self._agent.settings

@@ -57,6 +57,8 @@ class Registry:
         self._ttl = ttl_seconds
         self._on_leader = on_leader
         self._lease: Lease | None = None
+        self._status: wire.StatusRecord | None = None
+        self._status_changed = asyncio.Event()
         self.store_up = False
         """Whether the store answered last."""
 
@@ -94,10 +96,32 @@ class Registry:
                 pause = min(_RETRY_SECONDS[1], pause * 2)
                 continue
             self._note(up=True, why="registered")
+            self._status_changed.set()
             pause = _RETRY_SECONDS[0]
             await self._lease.lost.wait()
             _log.warning("lease lost: registering again")
             await self._drop_lease()
+
+    def set_status(self, status: wire.StatusRecord) -> None:
+        """What the node runs has changed; `keep_status` writes it."""
+        self._status = status
+        self._status_changed.set()
+
+    async def keep_status(self, applied_step: Callable[[], int]) -> None:
+        """Write the newest status, under the node's lease, until cancelled. Intermediate ones may be passed over."""
+        while True:
+            await self._status_changed.wait()
+            self._status_changed.clear()
+            status, lease = self._status, self._lease
+            if status is None:
+                continue
+            value = msgspec.json.encode(msgspec.structs.replace(status, applied_step=applied_step()))
+            try:
+                await self._store.put(self._keys.status(status.job, status.node), value, lease=lease or 0)
+            except OperationalError as error:
+                _log.debug("status not written: %s", error.what)
+                await asyncio.sleep(_RETRY_SECONDS[1])
+                self._status_changed.set()
 
     def _note(self, *, up: bool, why: str) -> None:
         if up != self.store_up:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from regrow.agent.config import AgentSettings
 from regrow.agent.health.monitor import HealthMonitor
+from regrow.agent.health.sample import NodeSample
 from regrow.wire import Device, HealthVerdict
 
 _PREPARE_SECONDS = 15.0
@@ -35,6 +36,14 @@ class HealthSource(Protocol):
 
     async def run(self, on_change: Callable[[HealthVerdict], None]) -> None:
         """Watch until cancelled; report changes of the verdict."""
+        ...
+
+    def sample(self) -> NodeSample | None:
+        """The last look at the GPUs."""
+        ...
+
+    def xids(self) -> dict[tuple[str, int], int]:
+        """XIDs seen, by GPU and code."""
         ...
 
     def note_kill(self) -> None:
@@ -64,6 +73,14 @@ class NoHealth:
         """Nothing ever changes."""
         del on_change
         await asyncio.Event().wait()
+
+    def sample(self) -> NodeSample | None:
+        """None."""
+        return None
+
+    def xids(self) -> dict[tuple[str, int], int]:
+        """None."""
+        return {}
 
     def note_kill(self) -> None:
         """Of no interest."""
@@ -99,6 +116,15 @@ class MonitoredHealth:
             on_change(verdict)
 
         await self._monitor.run(report)
+
+    def sample(self) -> NodeSample | None:
+        """The last look at the GPUs."""
+        return self._monitor.sample
+
+    def xids(self) -> dict[tuple[str, int], int]:
+        """XIDs seen, by GPU and code."""
+        devices = self._monitor.history.devices
+        return {(uuid, code): found.count for uuid, one in devices.items() for code, found in one.xids.items()}
 
     def note_kill(self) -> None:
         """Symptoms of teardown are no faults."""

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 
+import msgspec
 import pytest
 from tests.agent.harness import until
 from tests.agent.leader import StubLeader
@@ -226,6 +227,26 @@ async def test_the_node_is_registered_under_a_lease(scene: Scene, store: Store) 
     os.kill(agent.pid, signal.SIGTERM)
     assert await agent.wait() == 0
     assert await store.get(key) is None
+
+
+async def test_what_the_node_runs_is_in_the_store(scene: Scene, store: Store) -> None:
+    agent = await scene.agent()
+    scene.leader.start_generation(1, scene.script(SLEEP))
+    await scene.up(1)
+    await scene.leader.phase(1, "started")
+
+    async def status(rank: int) -> str:
+        item = await store.get(f"/regrow/{scene.cluster}/jobs/toy/status/n0")
+        found = msgspec.json.decode(item.value, type=wire.StatusRecord) if item is not None else None
+        return found.workers.get(rank, "") if found is not None and found.generation == 1 else ""
+
+    async with asyncio.timeout(60):
+        while await status(1) != "running":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await agent.admin(kind="kill_worker", rank=1)
+        while await status(1) != "failed":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert await status(0) == "running"
 
 
 async def test_a_name_that_the_leader_refuses_ends_the_agent(scene: Scene) -> None:
