@@ -152,13 +152,8 @@ class Ranks:
 
     async def stop(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                await asyncio.wait_for(self._process.wait(), 20)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+            self._process.kill()
+            await self._process.wait()
 
 
 @pytest.fixture

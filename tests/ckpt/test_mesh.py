@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from regrow.ckpt import catalog
+from regrow.ckpt.assemble import Checkpoint
 
 CHAIN = [
     ("dp=2,tp=2,pp=2", 0),
@@ -13,6 +18,20 @@ CHAIN = [
     ("dp=2,tp=2,pp=1", 3),
     ("dp=1,tp=1,pp=1", 0),
 ]
+
+
+def read_with_stock_tools(directory: Path) -> None:
+    """What eight ranks wrote, read by torch.distributed.checkpoint in one process: bit for bit what we read."""
+    with Checkpoint(directory) as checkpoint:
+        boxes = list(checkpoint.boxes())
+        loaded = {box.name: torch.zeros(box.shape, dtype=getattr(torch, box.dtype)) for box in boxes}
+        with pytest.warns(UserWarning, match="torch.distributed is"):
+            dcp.load(loaded, checkpoint_id=str(directory))
+        assert any(box.name.startswith("optimizer.layers.2.") for box in boxes)
+        for box in boxes:
+            memory = bytearray(box.nbytes)
+            checkpoint.read(box, memoryview(memory))
+            assert loaded[box.name].numpy().tobytes() == memory, box.name
 
 
 @pytest.mark.slow
@@ -32,6 +51,8 @@ async def test_any_mesh_to_any_other(ranks, writers, make_committer):
         if point is not None:
             assert entry.parent is not None
             assert entry.parent.record_digest == point.record_digest
+        if number == 0:
+            read_with_stock_tools(Path(entry.directory))
         point = entry.restore_point()
     assert len(catalog.scan(ranks.checkpoints)) == 2 * len(CHAIN)
 
