@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,10 +20,12 @@ from regrow.ckpt import catalog
 from regrow.ckpt.exchange import Exchange
 from regrow.ckpt.place import Place
 from regrow.ckpt.state import TrainState
-from regrow.errors import OperationalError, RegrowError
+from regrow.errors import ConfigurationError, OperationalError, RegrowError
 
 if TYPE_CHECKING:
     from regrow.agent.worker.session import Run
+
+_log = logging.getLogger("regrow.worker")
 
 _POLL_SECONDS = 0.005
 
@@ -94,6 +97,8 @@ class BoundState:
         try:
             point = restore_point(self._run.environment) if self.inner is not None else None
             step = self._load(point)
+        except ConfigurationError:
+            raise  # the script's fault: an older checkpoint would not help
         except (RegrowError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             if not self._run.supervised:
                 raise
@@ -143,6 +148,10 @@ def bind(
     environment = run.environment
     watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), every=digest_every, budget=digest_budget)
     if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
+        if environment.checkpoint and environment.rank == 0:
+            _log.warning(
+                "no checkpoints: %d processes without a checkpoint writer; start the script with `regrow run`", environment.world_size
+            )
         return BoundState(run, loop, link, None)
     first = environment.rank - environment.local_rank
     place = Place(

@@ -32,6 +32,7 @@ from regrow import wire
 from regrow.agent.progress import ProgressWriter, parse_location
 from regrow.agent.worker import environment as environments
 from regrow.agent.worker import failure
+from regrow.agent.worker.binding import BoundState, bind
 from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.control import ControlVector, group_all_reduce
@@ -41,13 +42,13 @@ from regrow.agent.worker.groups import Groups, pick_device
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.ports import Measures
 from regrow.agent.worker.steps import StepLoop
+from regrow.ckpt import exchange
 from regrow.ids import MeshShape
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from regrow.agent.worker.binding import BoundState
 
 _log = logging.getLogger("regrow.worker")
 
@@ -207,9 +208,6 @@ class Run:
 
         Without a checkpoint folder nothing is saved; digest, check at rest and chaos work all the same.
         """
-        from regrow.agent.worker.binding import bind
-        from regrow.ckpt import exchange
-
         self._loop.passed("model", time.perf_counter() - self._model_began)
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "extra": extra, **options}
         # The control group carries it, so that nothing of ours queues among the user's collectives.

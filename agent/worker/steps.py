@@ -244,7 +244,7 @@ class StepLoop:
             self._want_save = False
             self._last_saved = step
             self._cadence.saved(step, report.stall_seconds)
-        if wait and not agreed.refuse:
+        if wait:
             self._await_durable(step, report)
 
     def _attempt(self, step: int, agreed: Words, *, wait: bool) -> wire.SaveReport:
