@@ -26,7 +26,7 @@ from regrow.parallel import apply_data, apply_gradients, apply_layers, apply_pip
 from regrow.parallel.apply_gradients import StepResult
 from regrow.parallel.apply_memory import Recompute, recompute_layers
 from regrow.parallel.apply_pipeline import LossFunction
-from regrow.parallel.loss import num_valid, summed_cross_entropy
+from regrow.parallel.loss import IGNORED, num_valid, summed_cross_entropy
 
 HSDP_AXES = ("dp_replicate", "dp_shard")
 
@@ -41,7 +41,8 @@ class Strategy:
     micro_batches: tuple[int, ...]
     """Micro-batches a step for each data-parallel replica (`parallel.batch.split`); they may differ by one."""
     zero_stage: int = 0
-    """0: replicated. 2: gradients and optimizer state sharded. 3: parameters too, also between forward and backward."""
+    """0: replicated. 2: gradients and optimizer state sharded. 3: parameters too, also between forward and backward: without a
+    pipeline, short replicas then run micro-batches of weight zero, so that all ranks issue the same collectives."""
     schedule: str = "1f1b"
     layers_per_stage: tuple[int, ...] = ()
     """Empty: as even as possible."""
@@ -83,6 +84,7 @@ class MeshModel:
         self._pipeline = pipeline
         self._loss_fn = loss_fn
         self._mesh = mesh
+        self._padding = max(strategy.micro_batches) - strategy.micro_batches[coordinates["dp"]] if _reshards(shape, strategy) else 0
         self._sharded = any(isinstance(stage, FSDPModule) for _, stage in stages)
         axes = _axes(coordinates, strategy, sharded=self._sharded)
         self._named = list(module.named_parameters())
@@ -159,23 +161,28 @@ class MeshModel:
                 hint="take them from run.batches(...)",
             )
 
+    def _micro_batches(self, inputs: Tensor, targets: Tensor, keys: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """The samples in micro-batches, then those of weight zero: inputs again, nothing to predict."""
+        size = self.strategy.micro_batch
+        cut = keys.split(size) if keys is not None else [None] * len(inputs.split(size))
+        chunks = list(zip(inputs.split(size), targets.split(size), cut, strict=True))
+        source, target, key = chunks[-1]
+        return chunks + [(source, torch.full_like(target, IGNORED), key)] * self._padding
+
     def _accumulate(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor:
         stage = self._stages[0][1]
-        chunks = [tensor.split(self.strategy.micro_batch) for tensor in (inputs, targets, keys)]
+        chunks = self._micro_batches(inputs, targets, keys)
         losses: list[Tensor] = []
-        for index, (source, target, key) in enumerate(zip(*chunks, strict=True)):
+        for index, (source, target, key) in enumerate(chunks):
             loss = self._loss_fn(stage(source, key=key), target)
-            apply_data.announce_backward(stage, last=index == len(chunks[0]) - 1)
+            apply_data.announce_backward(stage, last=index == len(chunks) - 1)
             loss.backward()
             losses.append(loss.detach().double())
         return torch.stack(losses).sum()
 
     def _sum_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         stage = self._stages[0][1]
-        size = self.strategy.micro_batch
-        losses = [
-            self._loss_fn(stage(source), target).double() for source, target in zip(inputs.split(size), targets.split(size), strict=True)
-        ]
+        losses = [self._loss_fn(stage(source), target).double() for source, target, _ in self._micro_batches(inputs, targets, None)]
         return torch.stack(losses).sum()
 
     def _reduce(self) -> bool:
@@ -283,13 +290,16 @@ def _check_ties(ties: Mapping[str, str], strategy: Strategy, *, two_ends: bool) 
 
 
 def _shard(stages: Sequence[tuple[int, nn.Module]], mesh: Any, shape: MeshShape, strategy: Strategy) -> None:
-    equal = len(set(strategy.micro_batches)) == 1
-    reshard = strategy.zero_stage == 3 and equal and shape.pp == 1
     axis = mesh["dp"]
     if strategy.shard_size:
         axis = axis._unflatten(0, (shape.dp // strategy.shard_size, strategy.shard_size), HSDP_AXES)  # noqa: SLF001 - no public way yet
     for _, stage in stages:
-        apply_data.shard_parameters(stage, axis, reshard_after_forward=reshard, compute=strategy.compute)
+        apply_data.shard_parameters(stage, axis, reshard_after_forward=_reshards(shape, strategy), compute=strategy.compute)
+
+
+def _reshards(shape: MeshShape, strategy: Strategy) -> bool:
+    """Whether parameters are given back after each forward pass: gathering again per micro-batch does not pay in a pipeline."""
+    return strategy.zero_stage == 3 and shape.pp == 1 and shape.dp > 1
 
 
 def _axes(coordinates: Mapping[str, int], strategy: Strategy, *, sharded: bool) -> dict[str, int]:

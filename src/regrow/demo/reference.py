@@ -153,6 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         "--controls", type=int, default=0, help="continue from a copy of the state after this step, with and without parts of it"
     )
     parser.add_argument("--shard-size", type=int, default=0, help="replicas that share the shards of one copy (HSDP)")
+    parser.add_argument("--whole-sequence", action="store_true", help="tensor parallel without sequence parallel")
     parser.add_argument("--bf16", action="store_true", help="forward and backward in bfloat16")
     parser.add_argument("--rendezvous", default="env://", help="init_method of the process group")
     own, rest = parser.parse_known_args(argv)
@@ -164,7 +165,11 @@ def main(argv: list[str] | None = None) -> None:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=own.rendezvous, rank=rank, world_size=shape.world_size)
     try:
-        more = {"shard_size": own.shard_size, "compute": torch.bfloat16 if own.bf16 else None}
+        more: dict[str, Any] = {
+            "shard_size": own.shard_size,
+            "compute": torch.bfloat16 if own.bf16 else None,
+            "sequence_parallel": not own.whole_sequence,
+        }
         snapshot = train(args, shape, own.folder, snapshot_at=own.controls, **more)
         if snapshot is not None:
             controls(args, snapshot, own.folder / "controls")
