@@ -243,6 +243,18 @@ class World:
             }
         return self._zygote.fork(script=str(SCRIPTS / script), env=env | extra, cwd=str(folder), log=str(folder / f"rank{rank}.out"))
 
+    def alone(self, script: str, env: dict[str, str]) -> Rank:
+        """A process without agent and launcher, as `python script` makes one."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("REGROW_", "RANK", "WORLD_SIZE", "MASTER_"))}
+        rank = self._zygote.fork(
+            script=str(SCRIPTS / script),
+            env=clean | {"OMP_NUM_THREADS": "1"} | env,
+            cwd=str(self.folder),
+            log=str(self.folder / "alone.out"),
+        )
+        self.processes.append(rank)
+        return rank
+
     def codes(self, limit: float = LIMIT) -> list[int]:
         """Exit codes, all within one deadline."""
         end = time.monotonic() + limit

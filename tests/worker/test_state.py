@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worker.conftest import SCRIPTS, FakeAgent, World, wait_for
+from tests.worker.conftest import FakeAgent, World, wait_for
 
 from regrow import wire
 from regrow.ckpt import catalog
@@ -151,15 +150,13 @@ def test_writer_that_dies_costs_a_save_not_a_step(world: World, writer: Writer, 
     assert "did not become durable" in world.log(0)
 
 
-def test_standalone_resumes_from_its_folder(tmp_path: Path) -> None:
+def test_standalone_resumes_from_its_folder(world: World, tmp_path: Path) -> None:
     """`python drawn.py` twice: the second goes on where the first ended."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("REGROW_", "RANK", "WORLD_SIZE"))}
-    env |= {"OMP_NUM_THREADS": "1", "FOLDER": str(tmp_path / "ckpt"), "OUTPUT": str(tmp_path / "out.json")}
     restored = []
     for steps in ("4", "9"):
-        command = [sys.executable, str(SCRIPTS / "drawn.py")]
-        done = subprocess.run(command, env=env | {"STEPS": steps}, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 0, done.stderr
+        env = {"STEPS": steps, "FOLDER": str(tmp_path / "ckpt"), "OUTPUT": str(tmp_path / "out.json")}
+        code = world.alone("drawn.py", env).wait()
+        assert code == 0, (tmp_path / "alone.out").read_text()
         result = json.loads((tmp_path / "out.json").read_text())
         restored.append((result["restored"], result["log"][-1]["step"]))
     assert restored == [(0, 4), (4, 9)]
