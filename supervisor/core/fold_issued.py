@@ -11,8 +11,9 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core import goodput, rates
 from regrow.supervisor.core.fold_generation import open_incident, with_incident
 from regrow.supervisor.core.fold_nodes import put, with_member
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.records import IncidentSeed
-from regrow.supervisor.core.view import Boundary, GenerationView, Incident, JobView, Member, Outcome, View
+from regrow.supervisor.core.view import Boundary, GenerationView, Incident, JobView, Member, NodeView, Outcome, View
 
 _change = msgspec.structs.replace
 _INCIDENT_HISTORY = 256
@@ -44,8 +45,12 @@ def issued(view: View, event: e.Issued) -> View:
 
 def _use_up_store(view: View, address: str) -> View:
     """A TCPStore that a generation got is nobody's spare any more, whatever its node has said last."""
-    owner = next((node for node in view.nodes.values() if node.spare_store == address), None)
+    owner = _owners.get((view.nodes,), address, lambda: next((node for node in view.nodes.values() if node.spare_store == address), None))
     return put(view, _change(owner, spare_store="")) if owner is not None else view
+
+
+_owners: Memo[NodeView | None] = Memo()
+"""Thousands of members start with one address: it is looked up once per change of the nodes."""
 
 
 _OfJob = (
