@@ -59,10 +59,11 @@ class Checkpoints:
         """Keep a writer running until cancelled."""
         await self._link.run()
 
-    async def close(self) -> None:
-        """Let the writer finish what it writes, then end."""
-        self._link.stop()
-        await self._link.reap(6.0)
+    async def close(self, *, stop_writer: bool) -> None:
+        """End this agent's part; with `stop_writer` the writer finishes what it writes, then ends."""
+        if stop_writer:
+            self._link.stop()
+            await self._link.reap(6.0)
         await self._end_generation(self._client, self._work)
         await self._server.close()
 

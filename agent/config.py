@@ -41,6 +41,8 @@ class AgentSettings:
     """On SIGTERM: how long to wait for a save and for the leader's release."""
     kill_seconds: float = 10.0
     """A worker that is alive so long after SIGKILL makes the node unusable."""
+    static_seconds: float = 7200.0
+    """Workers go on for so long without any leader, then they are stopped."""
     warm: bool = True
     """Keep a process with torch imported that forks the workers (about 300 MB, shared with them)."""
     preload: str = ""
@@ -72,7 +74,7 @@ def check(settings: AgentSettings) -> AgentSettings:
         raise ConfigurationError("no state folder is given", where="--state", hint="give --state /var/lib/regrow")
     if settings.slots < 1:
         raise ConfigurationError(f"{settings.slots} slots", where="--slots", hint="a node runs at least one worker")
-    for name in ("node_ttl_seconds", "orphan_seconds", "kill_seconds"):
+    for name in ("node_ttl_seconds", "orphan_seconds", "kill_seconds", "static_seconds"):
         if getattr(settings, name) <= 0:
             raise ConfigurationError(f"{getattr(settings, name)} is not above 0", where=f"--{name.replace('_', '-')}", hint="give seconds")
     if not 0 <= settings.peer_port < 65536:

@@ -29,7 +29,7 @@ def react(state: m.NodeState, event: m.Event, at: float) -> m.Outcome:
         case m.Connected():
             outcome = _connected(state, event)
         case m.Disconnected():
-            outcome = _change(state, connected=False), ()
+            outcome = _change(state, connected=False, alone_since=at), ()
         case m.Started():
             outcome = _started(state, event, at)
         case m.StartFailed():
@@ -52,6 +52,8 @@ def react(state: m.NodeState, event: m.Event, at: float) -> m.Outcome:
 def wake_at(state: m.NodeState) -> float | None:
     """When a `Tick` is due at the latest; None when nothing waits for time."""
     times = [state.leaving.deadline] if state.leaving and not state.quitting else []
+    if state.current is not None and state.current.live and state.alone_since is not None and state.current.kill_deadline is None:
+        times.append(state.alone_since + state.static_seconds)
     if state.current is not None:
         times += [time for time in (state.current.kill_deadline, state.current.term_deadline) if time is not None]
     return min(times) if times else None
@@ -112,6 +114,9 @@ def _start(state: m.NodeState, order: wire.StartGeneration, at: float) -> m.Outc
         return state, (m.Send(_change(refused, reason=state.fences.unusable, node_unusable=True)),)
     if state.leaving is not None:
         return state, (m.Send(_change(refused, reason=f"node is leaving: {state.leaving.reason}")),)
+    if not order.workers or 0 < state.slots < len(order.workers):
+        reason = f"{len(order.workers)} workers were ordered, this node has {state.slots} slots"
+        return state, (m.Send(_change(refused, reason=reason)),)
     for known in (state.current, state.following):
         if known is not None and (known.job, known.generation) == (job, number) and known.stage not in ("stopping", "stopped"):
             return state, tuple(m.Send(phase) for phase in known.told.values())
@@ -179,7 +184,7 @@ def _connected(state: m.NodeState, event: m.Connected) -> m.Outcome:
             effects += [m.Send(phase) for phase in local.told.values()]
     if state.leaving is not None:
         effects.append(m.Send(wire.Leaving(reason=state.leaving.reason)))
-    return _change(state, connected=True, fences=fences), tuple(effects)
+    return _change(state, connected=True, alone_since=None, fences=fences), tuple(effects)
 
 
 def _leave(state: m.NodeState, event: m.LeaveAsked, at: float) -> m.Outcome:
@@ -286,6 +291,11 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
     local = state.current
     if local is not None and local.live and local.kill_deadline is not None and at >= local.kill_deadline:
         state, more = _unkillable(state, local, at)
+        effects += more
+    local = state.current
+    alone = state.alone_since is not None and at >= state.alone_since + state.static_seconds
+    if alone and local is not None and local.live and local.kill_deadline is None:
+        state, more = _kill_current(state, at)
         effects += more
     if state.leaving is not None and at >= state.leaving.deadline:
         state, more = _quit(state, 0, f"{state.leaving.reason}: nobody needs this node, or the notice is over")

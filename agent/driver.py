@@ -37,6 +37,8 @@ _log = logging.getLogger("regrow.agent")
 
 _ADOPT_SECONDS = 5.0
 _REGISTER_SECONDS = 3.0
+CRASHED = 70
+"""Exit code after a bug: shim, workers and writer go on, the next agent takes them over."""
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -47,7 +49,14 @@ class Agent:
         self.settings = settings
         self.paths = layout.NodePaths(settings.state)
         self.health = health
-        self.state = m.NodeState(node=settings.node, fences=fences_found, kill_limit_seconds=settings.kill_seconds)
+        self.state = m.NodeState(
+            node=settings.node,
+            fences=fences_found,
+            alone_since=time.monotonic(),
+            slots=settings.slots,
+            kill_limit_seconds=settings.kill_seconds,
+            static_seconds=settings.static_seconds,
+        )
         self.keys = Keys(settings.cluster)
         self.beat = BeatConnection(self)
         self.registry = Registry(store, self.keys, ttl_seconds=settings.node_ttl_seconds, on_leader=self.beat.set_leader)
@@ -95,7 +104,7 @@ class Agent:
             for number in LEAVE_SIGNALS:
                 loop.remove_signal_handler(number)
         _log.info("leaving code=%d reason=%s", order.code, order.reason)
-        await self._shut_down()
+        await self._shut_down(keep_workers=order.code == CRASHED)
         return order.code
 
     def cut(self) -> None:
@@ -114,7 +123,7 @@ class Agent:
             return
         error = task.exception()
         _log.critical("%s ended: this is a bug", task.get_name(), exc_info=error)
-        self._quit.set_result(m.Quit(code=70, reason=f"{task.get_name()} ended: {error}"))
+        self._quit.set_result(m.Quit(code=CRASHED, reason=f"{task.get_name()} ended: {error}"))
 
     async def _await_shim(self) -> None:
         """An older agent's shim answers at once and says what runs; a new one is not waited for."""
@@ -129,12 +138,12 @@ class Agent:
                 await self._welcomed.wait()
         await self.registry.keep_registered(self.view.record)
 
-    async def _shut_down(self) -> None:
+    async def _shut_down(self, *, keep_workers: bool) -> None:
         if self._timer is not None:
             self._timer.cancel()
         await self.beat.flush(1.0)
-        await self.launcher.close(stop_shim=True)
-        await self.checkpoints.close()
+        await self.launcher.close(stop_shim=not keep_workers)
+        await self.checkpoints.close(stop_writer=not keep_workers)
         await self.registry.deregister()
         await self.socket.close()
         await self.metrics.close()

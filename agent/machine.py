@@ -107,7 +107,13 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """Ordered, and waiting for the end of `current`."""
     leaving: Leave | None = None
     quitting: bool = False
+    alone_since: float | None = None
+    """Since when there is no leader; None while there is one."""
+    slots: int = 0
+    """Workers that may run here; 0: any number."""
     kill_limit_seconds: float = 10.0
+    static_seconds: float = 7200.0
+    """Workers go on for so long without a leader."""
 
 
 # --- what happens ------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class StopWorkers(_Line, frozen=True, kw_only=True, tag="stop"):
 
 
 class ForgetGeneration(_Line, frozen=True, kw_only=True, tag="forget"):
-    """Drop generations of the job up to this one whose workers have all ended."""
+    """Drop generations of the job up to this one whose workers have all ended, and their stores."""
 
     id: int
     job: str

@@ -180,6 +180,7 @@ class Shim:
 
     def _forget(self, request: protocol.ForgetGeneration) -> protocol.Reply:
         self._roster.forget(request.job, request.generation)
+        self._end_stores(request.job, request.generation)
         return protocol.Reply(id=request.id)
 
     def _open_store(self, request: protocol.OpenStore) -> protocol.Reply:

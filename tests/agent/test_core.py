@@ -313,3 +313,24 @@ def test_a_failed_start_is_told_and_the_next_one_goes_ahead() -> None:
     effects = node.feed(m.StartFailed(job="toy", generation=1, reason="no space"))
     assert [(said.reason, said.fenced) for said in sent(effects, wire.StartRefused)] == [("no space", False)]
     assert "Launch" in kinds(node.order(order(2)))
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1, 2)])
+def test_more_workers_than_slots_or_none_are_refused(ranks: tuple[int, ...]) -> None:
+    effects = Node(slots=2).order(order(1, ranks=ranks))
+    assert kinds(effects) == ["StartRefused"]
+    assert f"{len(ranks)} workers were ordered" in sent(effects)[0].reason
+
+
+def test_without_a_leader_workers_go_on_for_the_stated_time() -> None:
+    node = Node(static_seconds=600.0).running(1)
+    node.feed(m.Disconnected())
+    assert core.wake_at(node.state) == 700.0
+    node.at = 699.0
+    assert node.feed(m.Tick()) == []
+    node.feed(m.Connected(epoch=1))
+    assert core.wake_at(node.state) is None
+    node.feed(m.Disconnected())
+    node.at = 1299.0
+    assert node.feed(m.Tick()) == [m.Kill(job="toy", generation=1, signal=signal.SIGKILL)]
+    assert core.wake_at(node.state) == 1309.0

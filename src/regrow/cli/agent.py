@@ -29,6 +29,7 @@ def agent(
     orphan_seconds: Annotated[float | None, typer.Option(help="Life of workers without an agent.")] = None,
     notice_seconds: Annotated[float | None, typer.Option(help="On SIGTERM: time for a save and the leader's release.")] = None,
     kill_seconds: Annotated[float | None, typer.Option(help="A worker alive so long after SIGKILL makes the node unusable.")] = None,
+    static_seconds: Annotated[float | None, typer.Option(help="Life of workers without any leader.")] = None,
     warm: Annotated[bool | None, typer.Option("--warm/--no-warm", help="Fork workers from a process with torch imported.")] = None,
     preload: Annotated[str | None, typer.Option(help="Modules that it imports besides torch, comma separated.")] = None,
     fake_nvml: Annotated[str | None, typer.Option(metavar="FILE", help="State file of a fake NVML (demo and tests).")] = None,
