@@ -119,6 +119,6 @@ class Run:
     def story(self) -> str:
         """Ends of all logs, for a failed test."""
         texts = [f"--- launcher\n{self.log.read_text(errors='replace')[-3000:]}"]
-        for path in sorted([*self.root.glob("*.log"), *self.root.glob("nodes/*.log"), *self.root.glob("nodes/*/jobs/*/g*/rank*.out")]):
-            texts.append(f"--- {path.relative_to(self.root)}\n{path.read_text(errors='replace')[-1500:]}")
+        logs = sorted([*self.root.glob("*.log"), *self.root.glob("nodes/*.log"), *self.root.glob("nodes/*/jobs/*/g*/rank*.out")])
+        texts += [f"--- {path.relative_to(self.root)}\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
         return "\n".join(texts)[-20000:]

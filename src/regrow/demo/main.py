@@ -17,7 +17,7 @@ from regrow.demo.compare import compare, judge_controls, state_tolerances
 from regrow.demo.lineage import Lineage, read_lineage
 from regrow.demo.scenario import Injected, Scenario
 from regrow.demo.twin import run_twins
-from regrow.errors import OperationalError
+from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
 from regrow.local.cluster import ClusterPlan, LocalCluster
 from regrow.local.launch import Follower, submit
@@ -95,7 +95,7 @@ def _fresh(root: Path) -> None:
     """An empty run folder; only one that an earlier demo made is cleared."""
     if root.exists() and any(root.iterdir()):
         if not (root / "demo.txt").exists():
-            raise OperationalError("the folder is not empty and not from an earlier demo", where=str(root), hint="give another --run-dir")
+            raise ConfigurationError("the folder is not empty and not from an earlier demo", where=str(root), hint="give another --run-dir")
         shutil.rmtree(root)
     root.mkdir(parents=True, exist_ok=True)
     (root / "demo.txt").write_text("made by `regrow demo`; the next one clears this folder\n", encoding="utf-8")
