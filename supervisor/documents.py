@@ -95,6 +95,7 @@ def job_document(view: View, job: JobView, now: float) -> dict[str, Any]:
         ],
         "restarts": len(job.ledger.charges),
         "failures_per_hour": rates.failure_rate(job, now) * 3600,
+        "advice": "failures come in batches: fix machines first" if rates.over_dispersed(job) is not None else "",
         "goodput": goodput.ratio(job, now),
         "ettr": goodput.ettr(job, now),
         "lost_steps": job.effort.lost_steps,

@@ -191,6 +191,10 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
         draft.look(due)
         draft.say(f"growth from {world} to {choice.workers_used} workers waits {due - now:.1f} s (cool-down)")
         return
+    bursty = rates.over_dispersed(job)
+    if bursty is not None:
+        draft.say(f"no growth: failures come in batches ({bursty:.1f} times the variance of chance): fix machines first")
+        return
     expected = 1.0 / rates.failure_rate(job, now)
     horizon = min(policy.growth_horizon_seconds, max(policy.growth_horizon_least_seconds, expected))
     restart = job.restart_seconds if job.restart_seconds is not None else policy.restart_seconds_prior

@@ -12,8 +12,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Symptoms that arrive within this time of the first one are one decision."""
     victim_seconds: float = 1.5
     """How long to wait for an explanation when all that is known are workers that lost a peer."""
-    reconnect_seconds: float = 2.0
-    """A closed connection means that an agent process died: time for a restarted one to adopt its workers."""
+    reconnect_seconds: float = 10.0
+    """A closed connection means that an agent process died (a host that loses power closes nothing): time for a restarted one
+    to adopt its workers, unless workers of other nodes fail meanwhile."""
     orphan_seconds: float = 30.0
     """Workers live this long without an agent (T_orphan of the shim)."""
     stopped_floor_seconds: float = 2.0

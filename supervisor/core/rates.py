@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 from regrow.supervisor.core.policy import Policy
@@ -9,15 +10,32 @@ from regrow.supervisor.core.view import JobView
 
 _DEFAULT_PRIOR_PER_SECOND = 1.0 / 86_400.0
 """One failure a day until something is known."""
+_GUESS_WEIGHT = 0.05
+_LEAST_GAPS = 7
+_BURSTY = 3.0
 
 
 def failure_rate(job: JobView, now: float, *, more: int = 0) -> float:
-    """Posterior mean of the job's failure rate, per second: Gamma(1, 1/prior) updated by n incidents (and `more`) in T seconds.
+    """Posterior mean of the job's failure rate, per second, after n incidents (and `more`) in T seconds.
 
-    (1 + n) / (1/prior + T), the conjugate update of a Poisson rate (Gelman et al., Bayesian Data Analysis, section 2.6).
+    Gamma(a, a / prior) updated to (a + n) / (a / prior + T), the conjugate update of a Poisson rate (Gelman et al., Bayesian
+    Data Analysis, section 2.6). A prior that the user states weighs as one incident, our own guess as a twentieth of one.
     """
-    prior = job.spec.checkpoint.prior_failures_per_hour / 3600.0 or _DEFAULT_PRIOR_PER_SECOND
-    return (1 + len(job.ledger.charges) + more) / (1.0 / prior + max(0.0, now - job.submitted_at))
+    stated = job.spec.checkpoint.prior_failures_per_hour / 3600.0
+    weight, prior = (1.0, stated) if stated > 0 else (_GUESS_WEIGHT, _DEFAULT_PRIOR_PER_SECOND)
+    return (weight + len(job.ledger.charges) + more) / (weight / prior + max(0.0, now - job.submitted_at))
+
+
+def over_dispersed(job: JobView) -> float | None:
+    """How much burstier than chance the incidents come, when that is beyond doubt: the squared coefficient of variation of the
+    times between them (1 for a Poisson process). None below eight incidents or below the limit of 3."""
+    times = [charge.at for charge in job.ledger.charges]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    if len(gaps) < _LEAST_GAPS or sum(gaps) <= 0:
+        return None
+    mean = statistics.fmean(gaps)
+    ratio = statistics.variance(gaps) / mean**2
+    return ratio if ratio > _BURSTY else None
 
 
 def median_step(job: JobView) -> float | None:

@@ -299,6 +299,22 @@ def test_failure_rate_is_a_gamma_posterior() -> None:
     assert rates.failure_rate(job, job.submitted_at + 3600, more=1) == pytest.approx(2 / 7200)
 
 
+def test_batches_of_failures_are_told_from_chance() -> None:
+    world = running("a")
+
+    def with_charges(times: list[float]) -> float | None:
+        book = LedgerRecord(charges=tuple(charge(index, at=time) for index, time in enumerate(times)))
+        return rates.over_dispersed(msgspec.structs.replace(world.job, ledger=book))
+
+    regular = [100.0 * index for index in range(12)]
+    bursts = [10_000.0 * (index // 4) + index % 4 for index in range(12)]
+    assert with_charges(regular) is None
+    assert with_charges(bursts[:6]) is None
+    found = with_charges(bursts)
+    assert found is not None
+    assert found > 3.0
+
+
 def test_goodput_counts_lost_work_and_idle_time() -> None:
     world = running("a", steps=20, commit=20, nproc_per_node=2)
     began = world.job.effort.since
