@@ -43,21 +43,45 @@ def load_items(directory: Path, source: Source, items: Iterable[Item], *, thread
             continue
         needed += item.box.nbytes
         work += [(piece, _target(item.local, piece)) for piece in pieces(source, item.box)]
-    work.sort(key=lambda one: (one[0].file, one[0].chunk.at))
-    reader = ShardReader(directory, source.block_bytes)
+    return Loaded(needed, load_pieces(directory, source.block_bytes, work, threads=threads))
+
+
+def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch.Tensor]], *, threads: int = 0) -> int:
+    """Fill each target with its piece; returns the bytes read. Arguments and errors as for `load_items`."""
+    work = sorted(work, key=lambda one: (one[0].file, one[0].chunk.at))
+    reader = ShardReader(directory, block_bytes)
     try:
         reader.open_files({piece.file for piece, _ in work})
         count = threads or min(4, os.cpu_count() or 1)
         if count == 1 or len(work) < 2:
-            for one in work:
-                _load(reader, *one)
+            _load_all(reader, work)
         else:
             with ThreadPoolExecutor(count, thread_name_prefix="restore") as pool:
-                for done in [pool.submit(_load, reader, *one) for one in work]:
+                for done in [pool.submit(_load_all, reader, part) for part in _batches(work, count)]:
                     done.result()
     finally:
         reader.close()
-    return Loaded(needed, reader.bytes_read)
+    return reader.bytes_read
+
+
+def _batches(work: list[tuple[Piece, torch.Tensor]], threads: int) -> list[list[tuple[Piece, torch.Tensor]]]:
+    """Parts of about equal bytes in file order, a few for each thread: handing over single small tensors costs more than they do."""
+    total = sum(target.numel() * target.element_size() for _, target in work)
+    limit = max(1 << 20, total // (4 * threads))
+    batches: list[list[tuple[Piece, torch.Tensor]]] = [[]]
+    size = 0
+    for one in work:
+        if size > limit:
+            batches.append([])
+            size = 0
+        batches[-1].append(one)
+        size += one[1].numel() * one[1].element_size()
+    return batches
+
+
+def _load_all(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]]) -> None:
+    for one in work:
+        _load(reader, *one)
 
 
 def _target(local: torch.Tensor, piece: Piece) -> torch.Tensor:

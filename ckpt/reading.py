@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import xxhash
@@ -22,6 +23,7 @@ class ShardReader:
         self._directory = directory
         self._block_bytes = block_bytes
         self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()
         self.bytes_read = 0
 
     def open_files(self, names: set[str]) -> None:
@@ -105,7 +107,8 @@ class ShardReader:
                 where = str(self._directory / file)
                 raise DamagedCheckpointError(f"ends at byte {at + done}: truncated", where=where, hint="use an older checkpoint")
             done += count
-        self.bytes_read += done
+        with self._lock:
+            self.bytes_read += done
 
     def _check(self, file: str, chunk: Chunk, first: int, data: memoryview) -> None:
         block = self._block_bytes

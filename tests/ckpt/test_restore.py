@@ -10,9 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_small import Small
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from regrow.ckpt import catalog
 from regrow.ckpt.assemble import Checkpoint, export
+from regrow.ckpt.dcp_reader import RegrowReader
 from regrow.ckpt.manifest import DamagedCheckpointError
 from regrow.errors import ConfigurationError, OperationalError
 
@@ -139,6 +141,10 @@ def test_dcp_and_safetensors_read_the_same_bytes(tmp_path):
     loaded = {name: torch.zeros_like(value) for name, value in wanted.items()}
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.load(loaded, checkpoint_id=entry.directory)
+    ours = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.load(ours, storage_reader=RegrowReader(entry.directory))
+    assert all(torch.equal(value, ours[name]) for name, value in wanted.items())
     stored = load_file(f"{entry.directory}/rank-00000.safetensors")
     for name, value in wanted.items():
         assert torch.equal(value, loaded[name]), name
@@ -148,6 +154,25 @@ def test_dcp_and_safetensors_read_the_same_bytes(tmp_path):
     exported = load_file(tmp_path / "model.safetensors")
     assert exported.keys() == run.model.state_dict().keys()
     assert all(torch.equal(exported[name], value) for name, value in run.model.state_dict().items())
+
+
+def test_the_reader_for_other_programs_verifies_and_unpickles_nothing(tmp_path):
+    run = Small(tmp_path)
+    run.train(1)
+    run.save(1)
+    directory = Path(newest(tmp_path).directory)
+    (directory / ".metadata").unlink()
+    wanted = {"model.0.weight": torch.zeros(16, 8)}
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.load(wanted, storage_reader=RegrowReader(directory))
+    assert torch.equal(wanted["model.0.weight"], run.model[0].weight)
+    with Checkpoint(directory) as checkpoint:
+        file, chunk = checkpoint.source.tensors["model.0.weight"][0]
+    data = bytearray((directory / file).read_bytes())
+    data[chunk.at + 5] ^= 4
+    (directory / file).write_bytes(data)
+    with pytest.warns(UserWarning, match="torch.distributed is"), pytest.raises(CheckpointException, match=r"model\.0\.weight: block 0"):
+        dcp.load(wanted, storage_reader=RegrowReader(directory))
 
 
 def test_names_that_differ_are_listed(tmp_path):
