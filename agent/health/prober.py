@@ -28,6 +28,7 @@ _MODULE = "regrow.agent.health.probe"
 _MAX_STUCK = 2
 _START_SECONDS = 60.0
 """For starting Python on an overloaded host: being late there is no sign of a hung driver."""
+_REAP_SECONDS = 5.0
 _LINE_BYTES = 4 * 1024 * 1024
 DEFAULT_DEADLINE_SECONDS = 10.0
 """A healthy node with eight GPUs answers in well under a second; the first call of a cold driver may take several."""
@@ -56,11 +57,20 @@ def probe_once(*, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, fake_state
     try:
         out, err = child.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.communicate(timeout=1.0)
-        return hung(time.monotonic() - began)
+        seconds = time.monotonic() - began
+        _give_up(child)
+        return hung(seconds)
     return _parse(out, child.returncode, err)
+
+
+def _give_up(child: subprocess.Popen[bytes]) -> None:
+    """Kill it and, unless the kernel holds it, reap it."""
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=_REAP_SECONDS)
+    for pipe in (child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def hung(seconds: float) -> NodeSample:
@@ -89,7 +99,7 @@ class Prober:
         self.num_started = 0
 
     async def probe(self, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> NodeSample:
-        """A sample, or one that says hung or crashed. Takes at most the deadline and a second more once the child is up."""
+        """A sample, or one that says hung or crashed. Takes at most the deadline and a few seconds more once the child is up."""
         began = time.monotonic()
         self._stuck = [one for one in self._stuck if one.returncode is None]
         if len(self._stuck) >= _MAX_STUCK:
@@ -174,7 +184,7 @@ class Prober:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_REAP_SECONDS):
                 await child.wait()
         except TimeoutError:
             log.warning("probe child does not die: pid=%d, held by the driver", child.pid)

@@ -276,14 +276,14 @@ def test_waiting_for_an_event_ends_when_one_comes(fake: FakeNvml) -> None:
 
 
 def test_several_readers_and_writers_see_whole_states(fake: FakeNvml) -> None:
-    """Readers run while states are replaced: each sees temperatures of one state, never of two."""
+    """Readers run while states are replaced under them: no call fails, and each sees one state after the other."""
     body = """
     import time
     handles = [nvmlDeviceGetHandleByIndex(i) for i in range(4)]
     print("[]", file=sys.stderr, flush=True)
     seen = set()
-    until = time.monotonic() + 0.6
-    while time.monotonic() < until:
+    until = time.monotonic() + 30
+    while len(seen) < 5 and time.monotonic() < until:
         seen.add(nvmlDeviceGetTemperature(handles[0], 0))
         assert nvmlDeviceGetCount() == 4
     print(json.dumps(sorted(seen)))
@@ -308,7 +308,7 @@ def test_several_readers_and_writers_see_whole_states(fake: FakeNvml) -> None:
     for reader in readers:
         out, err = reader.communicate(timeout=30)
         assert reader.returncode == 0, err
-        assert len(json.loads(out)) > 3
+        assert len(json.loads(out)) == 5
 
 
 def test_a_broken_state_file_is_no_driver(fake: FakeNvml) -> None:
