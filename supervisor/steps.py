@@ -14,7 +14,7 @@ _OPEN_STEPS = 512
 class _Open:
     """What is known of a step that is not complete."""
 
-    __slots__ = ("digests", "first_at", "grad_norm", "learning_rate", "loss", "num_nodes", "samples", "seconds", "tokens")
+    __slots__ = ("digests", "first_at", "grad_norm", "learning_rate", "loss", "nonfinite", "num_nodes", "samples", "seconds", "tokens")
 
     def __init__(self, at: float) -> None:
         self.first_at = at
@@ -26,6 +26,7 @@ class _Open:
         self.tokens = 0
         self.seconds: list[float] = []
         self.digests: dict[int, str] = {}
+        self.nonfinite: dict[int, str] = {}
 
 
 class Steps:
@@ -103,6 +104,8 @@ class Steps:
             step.seconds.append(report.step_seconds)
         if report.digest:
             step.digests[report.rank] = report.digest
+        if report.nonfinite:
+            step.nonfinite[report.rank] = report.nonfinite
 
     def _advance(self, node: str, applied: int, now: float) -> list[e.Event]:
         if applied <= self._applied.get(node, -1):
@@ -124,6 +127,9 @@ class Steps:
             step = self._completed + 1
             if step not in self._open and reached - step > _OPEN_STEPS:
                 step = reached
+            open_step = self._open.get(step)
+            if open_step is not None and open_step.nonfinite:
+                found.append(e.NonFiniteSeen(at=now, job=self.job, generation=self.generation, step=step, ranks=open_step.nonfinite))
             found.append(self._event(step, now))
             self._completed = step
             self._completed_at = now

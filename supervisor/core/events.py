@@ -237,6 +237,15 @@ class AtRestMismatch(_Event, frozen=True, kw_only=True, tag="at_rest_mismatch"):
     tensor: str
 
 
+class NonFiniteSeen(_Event, frozen=True, kw_only=True, tag="non_finite_seen"):
+    """Something was infinite or NaN at a step: {rank: what}. Named parameters are of the rank's own gradient, before any sum."""
+
+    job: str
+    generation: int
+    step: int
+    ranks: dict[int, str]
+
+
 class ProgressStalled(_Event, frozen=True, kw_only=True, tag="progress_stalled"):
     """No rank's progress word changed for longer than the limit."""
 
@@ -339,6 +348,7 @@ Event = (
     | StepsCompleted
     | DigestsReported
     | AtRestMismatch
+    | NonFiniteSeen
     | ProgressStalled
     | ProgressResumed
     | OutputKept

@@ -61,6 +61,7 @@ _OfGeneration = (
     | e.StepsCompleted
     | e.DigestsReported
     | e.AtRestMismatch
+    | e.NonFiniteSeen
     | e.ProgressStalled
     | e.ProgressResumed
     | e.OutputKept
@@ -100,6 +101,8 @@ def _fold_current(job: JobView, current: GenerationView, event: _OfGeneration) -
             return generation.digests(job, current, event)
         case e.AtRestMismatch():
             return generation.at_rest(job, current, event)
+        case e.NonFiniteSeen():
+            return generation.non_finite(job, current, event)
         case e.ProgressStalled():
             return generation.stalled(job, current, event)
         case e.ProgressResumed():

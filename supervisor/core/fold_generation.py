@@ -14,6 +14,7 @@ from regrow.supervisor.core.view import (
     GenerationView,
     Incident,
     JobView,
+    NonFinite,
     Refusal,
     Stall,
 )
@@ -158,6 +159,25 @@ def at_rest(job: JobView, current: GenerationView, event: e.AtRestMismatch) -> J
         return job
     text = f"{event.tensor} of rank {event.rank} changed at rest before step {event.step}"
     return _change(job, generation=_change(current, divergence=Divergence(at=event.at, step=event.step, rank=event.rank, text=text)))
+
+
+_WHOLE = ("loss", "grad_norm")
+"""What is known after the sum over all ranks: it names nobody."""
+
+
+def non_finite(job: JobView, current: GenerationView, event: e.NonFiniteSeen) -> JobView:
+    """Infinite or NaN: a streak of steps, and who began it."""
+    known = current.non_finite
+    if known is not None and event.step <= known.last_step:
+        return job
+    if known is None or event.step != known.last_step + 1:
+        makers = [rank for rank, what in sorted(event.ranks.items()) if what not in _WHOLE]
+        rank = makers[0] if len(makers) == 1 else -1
+        what = event.ranks[rank] if rank >= 0 else next(iter(event.ranks.values()), "loss")
+        known = NonFinite(at=event.at, first_step=event.step, last_step=event.step, rank=rank, what=what, num_ranks=len(makers))
+    else:
+        known = _change(known, last_step=event.step)
+    return _change(job, generation=_change(current, non_finite=known))
 
 
 def stalled(job: JobView, current: GenerationView, event: e.ProgressStalled) -> JobView:

@@ -12,7 +12,7 @@ from regrow.supervisor.core.records import Charge, IncidentSeed
 from regrow.supervisor.core.symptoms import Findings, Symptom
 from regrow.supervisor.core.view import GenerationView, JobView, View
 
-_ORDER = ("wrong_step", "sdc", "node_lost", "returned_empty", "restore_refused", "worker_exit", "hang", "start_failed")
+_ORDER = ("wrong_step", "sdc", "non_finite", "node_lost", "returned_empty", "restore_refused", "worker_exit", "hang", "start_failed")
 """Which symptom is the cause when several are there: earlier ones explain later ones."""
 
 _TEXT_LIMIT = 8_192
@@ -142,7 +142,7 @@ def _charge(job: JobView, generation: GenerationView, seed: IncidentSeed, main: 
         generation=generation.number,
         incident=seed.id,
         step=step,
-        fingerprint=ledger.fingerprint(main.traceback),
+        fingerprint=ledger.fingerprint(main.traceback) or (main.kind if main.kind == "non_finite" else ""),
         early=step <= 0 and _certain_to_repeat(job, generation, main, found),
         ran_seconds=max(0.0, now - since) if symptoms.level(generation) == 0 else 0.0,
         text=main.text[:500],
@@ -196,7 +196,7 @@ def _exclusions(
     orders: list[a.Action] = []
     node = view.nodes.get(main.node)
     allowed = view.automation and "quarantine" not in policy.observe_only
-    if node is None or main.kind not in ("sdc", "hang", "worker_exit") or main.rank < 0:
+    if node is None or main.kind not in ("sdc", "non_finite", "hang", "worker_exit") or main.rank < 0:
         return frozenset(without), orders
     key = quarantine.key_of(view, node, generation.device_of(main.rank))
     previous = view.quarantine.get(key)
@@ -209,7 +209,7 @@ def _exclusions(
         return frozenset(without | {node.name}), [a.SetQuarantine(record=record)]
     if main.cause == "program" or not allowed or quarantine.breaker_open(view, policy, now):
         return frozenset(without), orders
-    if main.kind == "hang":
+    if main.kind in ("hang", "non_finite"):
         record = quarantine.suspect(previous, key=key, node=node, now=now, reason=main.text, policy=policy)
         orders.append(a.SetQuarantine(record=record))
         if record.state in quarantine.OUT:
@@ -221,6 +221,13 @@ def _damaged(job: JobView, generation: GenerationView, main: Symptom) -> dict[in
     """Checkpoints that this incident rules out."""
     if main.kind == "restore_refused" and generation.refusal is not None:
         return {generation.refusal.step: generation.refusal.problem}
+    if main.kind == "non_finite" and generation.non_finite is not None:
+        first = generation.non_finite.first_step
+        return {
+            step: f"written while something was not finite since step {first}"
+            for step, item in job.checkpoints.items()
+            if step >= first and item.generation == generation.number and not item.damaged
+        }
     if main.kind == "sdc" and generation.divergence is not None:
         since = max((step for step in job.agreed_steps if step < generation.divergence.step), default=0)
         start = generation.spec.restore.step if generation.spec.restore else 0

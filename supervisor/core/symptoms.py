@@ -73,7 +73,7 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
     """Everything that is wrong with the running generation of a job."""
     finished = finished_ranks(generation)
     symptoms = [made for fact in generation.exits.values() if (made := _of_exit(fact, generation, finished)) is not None]
-    symptoms += _of_state(generation)
+    symptoms += _of_state(generation, policy)
     failing = any(symptom.kind == "worker_exit" for symptom in symptoms)
     looks: list[float] = []
     waiting: list[str] = []
@@ -132,9 +132,20 @@ def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> 
     return change(base, text=f"left with {ended.exit_code} and no traceback")
 
 
-def _of_state(generation: GenerationView) -> list[Symptom]:
+def _of_state(generation: GenerationView, policy: Policy) -> list[Symptom]:
     """Facts that the generation as a whole has collected."""
     found: list[Symptom] = []
+    streak = generation.non_finite
+    if streak is not None and streak.last_step - streak.first_step + 1 >= policy.non_finite_steps:
+        who = (
+            f"first in {streak.what} of rank {streak.rank} alone"
+            if streak.rank >= 0
+            else f"in {streak.what} of {streak.num_ranks or 'all'} ranks"
+        )
+        text = f"not finite from step {streak.first_step} to {streak.last_step}, {who}"
+        cause = "infrastructure" if streak.rank >= 0 else "program"
+        node = generation.node_of(streak.rank)
+        found.append(Symptom(kind="non_finite", at=streak.at, seen_at=streak.at, cause=cause, text=text, node=node, rank=streak.rank))
     if generation.wrong_step:
         at = generation.first_step_at or generation.created_at
         found.append(

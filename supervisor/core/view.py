@@ -93,6 +93,18 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
+    """A streak of steps with something infinite or NaN."""
+
+    at: float
+    first_step: int
+    last_step: int
+    rank: int
+    """The one rank whose own gradient was so at first; -1: several, or none that is known."""
+    what: str
+    num_ranks: int = 0
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """The restore point could not be loaded."""
 
@@ -120,6 +132,7 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     stacks_asked_at: float | None = None
     stacks: dict[int, str] = {}
     divergence: Divergence | None = None
+    non_finite: NonFinite | None = None
     wrong_step: str = ""
     """The first step did not follow the restored one."""
     completed_step: int | None = None

@@ -90,7 +90,7 @@ class Injector:
             state="unhealthy",
             action=action,
             reason=f"XID 79 ({fault.component})",
-            device_uuids=(node.device(),),
+            device_uuids=node.devices(),
             incident=f"x{self._number}",
         )
         boot = node.boot

@@ -56,6 +56,7 @@ class Journal:
     def turn(self, now: float, leader: Leader, events: tuple[e.Event, ...], result: Turn) -> None:
         """Add one turn."""
         self.num_turns += 1
+        text = b""
         if self._file is not None or not self._short:
             line = Line(
                 leader=leader.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +23,36 @@ if TYPE_CHECKING:
 TurnFunction = Callable[[View, tuple[e.Event, ...], Policy, float], Turn]
 _change = msgspec.structs.replace
 _TOLD_CHECKPOINTS = 3
+
+
+class Shared:
+    """A map of the view whose union is a new object over the same storage: a copy of thousands of entries a fact is saved.
+
+    Valid because `fold` never looks at the older map again; that it is a new object is what the core's memory of results
+    goes by. For large clusters only; a test compares the journals with and without.
+    """
+
+    __slots__ = ("_items", "get", "items", "keys", "values")
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._items = items
+        self.get, self.items, self.keys, self.values = items.get, items.items, items.keys, items.values
+
+    def __or__(self, other: dict[str, Any]) -> Shared:
+        self._items.update(other)
+        return Shared(self._items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 class Leader:
@@ -57,6 +87,11 @@ class Leader:
         if self._flush_at is None and not self.paused:
             self._flush_at = self.world.loop.at(self.world.now, self.flush)
 
+    def note(self, *events: e.Event) -> None:
+        """Facts that nothing follows from by themselves: told with the next turn, with their own instants."""
+        if self.alive:
+            self._queue.extend(events)
+
     def end(self) -> None:
         """The term is over, or the process is gone."""
         self.alive = False
@@ -77,6 +112,7 @@ class Leader:
         now = self.world.now
         events = (*self._catch_up(now), *self._queue)
         self._queue = []
+        self._share()
         result = self._decide(self.view, events, self._policy, now)
         self.view = result.view
         self.reason = result.decision.reason
@@ -89,6 +125,15 @@ class Leader:
         self._wake = self.world.loop.at(wake, self._woken) if wake is not None else None
         if result.actions:
             self.world.orders.dispatch(self, result)
+
+    def _share(self) -> None:
+        """Large clusters: the map of members is shared from its record on."""
+        job = self.view.jobs.get(JOB)
+        generation = job.generation if job is not None else None
+        if job is None or generation is None or not self.world.setup.lean or isinstance(generation.members, Shared):
+            return
+        members: Any = Shared(dict(generation.members))
+        self.view = _change(self.view, jobs=self.view.jobs | {JOB: _change(job, generation=_change(generation, members=members))})
 
     def _woken(self) -> None:
         self._wake = None

@@ -82,7 +82,9 @@ class Life:
             node.told = (*node.told, *told)
             for each in told:
                 world.tell(
-                    node, lambda at, name=name, each=each: e.MemberPhase(at=at, node=name, job=JOB, generation=run.number, phase=each)
+                    node,
+                    lambda at, name=name, each=each: e.MemberPhase(at=at, node=name, job=JOB, generation=run.number, phase=each),
+                    late=True,
                 )
 
     def training_began(self, run: Run) -> None:

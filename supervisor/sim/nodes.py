@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from regrow import wire
+from regrow.supervisor.core import events as e
 from regrow.supervisor.sim.models import JOB
 
 
 class Node:
     """One host. Fences survive its restarts, not its replacement."""
 
-    def __init__(self, index: int, places: int) -> None:
+    def __init__(self, index: int, places: int, *, named_devices: bool) -> None:
         self.index = index
+        self._named = named_devices
         self.name = f"n{index:05d}"
         self.places = places
         self.up = True
@@ -35,7 +39,7 @@ class Node:
         self.spare_store = 1
         self.health = wire.HealthVerdict(state="healthy")
         self.leaving = ""
-        self.outbox: list[object] = []
+        self.outbox: list[Callable[[float], e.Event]] = []
         """What it could not tell while its network was cut."""
 
     def refuses(self, epoch: int, generation: int) -> str:
@@ -48,9 +52,9 @@ class Node:
             return f"generation {generation} is not above {max(self.generation, self.stopped)}, which this node has seen"
         return ""
 
-    def device(self) -> str:
-        """UUID of the GPU that is there now."""
-        return f"GPU-{self.index:05d}-{self.part}"
+    def devices(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that are there now; none in large clusters, where hardware is known by its host."""
+        return (f"GPU-{self.index:05d}-{self.part}",) if self._named else ()
 
     def hello(self, workers: tuple[wire.WorkerAssignment, ...]) -> wire.Hello:
         """What it says when it connects."""
@@ -64,7 +68,7 @@ class Node:
             address=self.name,
             peer_address=f"{self.name}:7",
             slots=self.places,
-            devices=(wire.Device(uuid=self.device()),),
+            devices=tuple(wire.Device(uuid=uuid) for uuid in self.devices()),
             highest_epoch=self.epoch,
             highest_generation=max(self.generation, self.stopped),
             running=running,

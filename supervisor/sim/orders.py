@@ -171,7 +171,7 @@ class Orders:
             self._store_ready(node)
 
     def _store_ready(self, node: Node) -> None:
-        self._world.tell(node, lambda at: e.SpareStoreChanged(at=at, node=node.name, address=node.store_address()))
+        self._world.tell(node, lambda at: e.SpareStoreChanged(at=at, node=node.name, address=node.store_address()), late=True)
 
     def agent_refuses(self, node: Node, epoch: int, generation: int) -> str:
         """The agent's fence. A seam of its own so that a test can take it away."""

@@ -36,7 +36,7 @@ class World:
         self.store = SimStore(self.checkers)
         self.accounts = Accounts(workload.full_seconds)
         self.journal = Journal(short=setup.lean)
-        self.nodes = {node.name: node for node in (Node(index, setup.places) for index in range(setup.reserved))}
+        self.nodes = {node.name: node for node in (Node(index, setup.places, named_devices=not setup.lean) for index in range(setup.reserved))}
         self.cut: set[str] = set()
         """Nodes that no leader hears and that hear none."""
         self.outages: list[tuple[float, float]] = []
@@ -153,14 +153,20 @@ class World:
         if node.leaving:
             leader.post(e.NodeLeaving(at=self.now, node=node.name, reason=node.leaving))
 
-    def tell(self, node: Node, make: Callable[[float], e.Event]) -> None:
-        """A line of an agent. While its network is cut the line waits; without an agent or a connection it is lost."""
+    def tell(self, node: Node, make: Callable[[float], e.Event], *, late: bool = False) -> None:
+        """A line of an agent. While its network is cut the line waits; without an agent or a connection it is lost.
+
+        Args:
+            node: who tells.
+            make: the event, given its instant.
+            late: in large clusters it is told with the next turn: it says only that all goes well.
+        """
         if not (node.up and node.agent):
             return
         if node.name in self.cut:
             node.outbox.append(make)
         elif node.name in self.leader.connected:
-            self.leader.post(make(self.now))
+            (self.leader.note if late and self.setup.lean else self.leader.post)(make(self.now))
 
     def disconnect(self, node: Node, reason: str) -> None:
         """The connection closed: the agent process is gone."""
@@ -182,7 +188,7 @@ class World:
 
         def expire() -> None:
             if node.name in leader.silent and self.store.up:
-                leader.post(e.LeaseExpired(at=self.now, node=node.name))
+                (leader.note if self.setup.lean else leader.post)(e.LeaseExpired(at=self.now, node=node.name))
 
         self.loop.after(self.draw("silence"), look)
         self.loop.after(self.draw("lease"), expire)
@@ -200,7 +206,6 @@ class World:
             self.leader.post(e.NodeHeard(at=self.now, node=node.name))
         waiting, node.outbox = node.outbox, []
         for make in waiting:
-            assert callable(make)
             self.leader.post(make(self.now))
 
 

@@ -32,6 +32,7 @@ op = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 3), st.integers(-1, 0)),
     st.tuples(st.just("digests"), st.integers(0, 5), st.booleans()),
     st.tuples(st.just("rest"), rank),
+    st.tuples(st.just("nan"), rank, st.integers(0, 1)),
     st.tuples(st.just("stall"), st.integers(-1, 0)),
     st.tuples(st.just("resume"), st.integers(-1, 0)),
     st.tuples(st.just("refuse_restore"), node, st.integers(-1, 0)),
@@ -104,6 +105,8 @@ def event_of(world: World, kind: str, args: tuple[Any, ...]) -> e.Event | None: 
             return e.DigestsReported(step=job.frontier, digests=values, **of(0))
         case "rest":
             return e.AtRestMismatch(rank=args[0], step=job.frontier, tensor="w", **of(0))
+        case "nan":
+            return e.NonFiniteSeen(step=job.frontier + args[1], ranks={args[0]: "w"}, **of(0))
         case "stall":
             return e.ProgressStalled(since=now - 9, limit_seconds=8, **of(args[0]))
         case "resume":

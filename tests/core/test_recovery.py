@@ -260,6 +260,49 @@ def test_at_rest_mismatch_names_the_rank_itself() -> None:
     assert world.job.incidents[-1].rank == 3
 
 
+def not_finite(world: World, first: int, last: int, ranks: dict[int, str]) -> None:
+    for number in range(first, last + 1):
+        world.step(number)
+        world.tell(e.NonFiniteSeen(at=world.now, job="j", generation=world.generation.number, step=number, ranks=ranks))
+
+
+def test_an_overflow_that_passes_is_left_alone() -> None:
+    world = running("a", "b")
+    not_finite(world, 4, 5, {0: "loss"})
+    world.step(6)
+    not_finite(world, 7, 8, {0: "loss"})
+    world.steps(9, 12)
+    assert world.generation.number == 1
+
+
+def test_nan_of_one_rank_names_it_and_rolls_back_before_it() -> None:
+    world = running("a", "b")
+    world.commit(3)
+    not_finite(world, 4, 5, {0: "loss", 1: "loss", 2: "layers.0.weight", 3: "loss"})
+    world.commit(5)
+    not_finite(world, 6, 6, dict.fromkeys(range(4), "layers.0.weight"))
+    world.wait(1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.cause, incident.rank, incident.node) == ("non_finite", "infrastructure", 2, "b")
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step == 3
+    assert world.job.checkpoints[5].damaged
+    assert world.view.quarantine["GPU-b-0"].state == "suspect"
+
+
+def test_nan_of_the_program_is_tried_once() -> None:
+    world = running("a", "b")
+    not_finite(world, 4, 6, {0: "loss", 1: "loss"})
+    world.wait(1)
+    assert world.generation.number == 2
+    assert not world.view.quarantine
+    world.steps(3, 3)
+    not_finite(world, 4, 6, {0: "loss", 1: "loss"})
+    world.wait(10)
+    assert world.job.outcome is not None
+    assert "twice at the same place at step 6" in world.job.outcome.reason
+
+
 def bad(device: str) -> wire.HealthVerdict:
     return wire.HealthVerdict(state="unhealthy", action="reboot", reason="XID 79", device_uuids=(device,), incident="i1")
 

@@ -146,6 +146,13 @@ def test_mismatch_at_rest_is_told_at_once() -> None:
     assert [event.rank for event in found if isinstance(event, e.AtRestMismatch)] == [0, 1]
 
 
+def test_what_is_not_finite_is_told_with_its_step() -> None:
+    steps = steps_of(("a", (0, 1)), ("b", (2, 3)))
+    report(steps, "a", 1, nonfinite="loss")
+    found = [event for event in report(steps, "b", 1) if isinstance(event, e.NonFiniteSeen)]
+    assert [(event.step, event.ranks) for event in found] == [(1, {0: "loss", 1: "loss"})]
+
+
 def test_many_nodes_are_counted_in_linear_time() -> None:
     import time
 
