@@ -90,6 +90,36 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     audit: tuple[Cleared, ...] = ()
 
 
+class ClearRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator asks the running agent for, through a file in its state folder. incident "": all that are open."""
+
+    incident: str = ""
+    by: str
+    why: str
+
+
+CLEAR_REQUEST = "health-clear.json"
+"""Name of that file; the agent removes it when it has acted."""
+
+
+def request_clear(state_dir: Path, request: ClearRequest) -> None:
+    """Leave a request for the agent of this state folder."""
+    _replace(state_dir / CLEAR_REQUEST, msgspec.json.encode(request))
+
+
+def take_clear_request(state_dir: Path) -> ClearRequest | None:
+    """The request, when there is one; it is gone afterwards. One that cannot be read is dropped."""
+    path = state_dir / CLEAR_REQUEST
+    if not path.exists():
+        return None
+    try:
+        data = path.read_bytes()
+        path.unlink()
+        return msgspec.json.decode(data, type=ClearRequest)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
 def load(path: Path) -> History:
     """The saved history; an absent or unreadable one is a fresh start (the GPUs themselves tell what still holds)."""
     try:
@@ -100,11 +130,15 @@ def load(path: Path) -> History:
 
 def save(path: Path, history: History) -> None:
     """Replace the file in one step."""
+    _replace(path, msgspec.json.encode(history))
+
+
+def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as handle:
-            handle.write(msgspec.json.encode(history))
+            handle.write(data)
         Path(name).replace(path)
     except OSError:
         with contextlib.suppress(OSError):

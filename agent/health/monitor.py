@@ -142,6 +142,7 @@ class HealthMonitor:
             due = self._clock.monotonic()
             while True:
                 news = self._poll_kernel()
+                self._poll_operator()
                 if news or self._events or self._xids or self._wake.is_set() or self._clock.monotonic() >= due:
                     self._wake.clear()
                     await self._look(news)
@@ -231,6 +232,12 @@ class HealthMonitor:
             else:
                 found.extend(self._kernel_event(line, now))
         return found
+
+    def _poll_operator(self) -> None:
+        request = histories.take_clear_request(self._state_dir)
+        if request is not None:
+            number = self.clear(incident=request.incident, by=request.by, why=request.why)
+            log.info("health: operator cleared incidents=%d by=%s why=%s", number, request.by, request.why)
 
     def _kernel_event(self, line: KernelLine, now: float) -> list[KernelEvent]:
         kind = classify(line.text)

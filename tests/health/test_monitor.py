@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -224,6 +225,24 @@ class TestMonitor:
             fake.set_xid(0, 64)
             assert (await reports.until(lambda one: one.state == "unhealthy")).incident != first.incident
         assert [(one.incident, one.by) for one in monitor.history.audit] == [(first.incident, "alice")]
+
+    async def test_an_operator_clears_from_the_command_line(self, fake: FakeNvml, tmp_path: Path) -> None:
+        state = tmp_path / "a"
+        monitor = monitor_of(fake, state)
+        command = (str(Path(sys.executable).with_name("regrow")), "health", "--agent-state", str(state), "--clear")
+        async with watching(monitor) as reports:
+            fake.set_xid(0, 64)
+            incident = (await reports.until(lambda one: one.state == "unhealthy")).incident
+            for arguments, code in ((("no-such", "--why", "x"), 2), ((incident,), 2), ((incident, "--why", "swapped"), 0)):
+                child = await asyncio.create_subprocess_exec(
+                    *command, *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+                )
+                assert await child.wait() == code
+            await reports.until(lambda one: one.state == "healthy")
+        entry = monitor.history.audit[-1]
+        assert (entry.incident, entry.why) == (incident, "swapped")
+        assert entry.by
+        assert not (state / history.CLEAR_REQUEST).exists()
 
     async def test_a_reset_that_heals(self, fake: FakeNvml, tmp_path: Path) -> None:
         fake.set_fault(1, heals_after_resets=1, recovery_action=1)

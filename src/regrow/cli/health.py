@@ -38,13 +38,45 @@ def register(app: typer.Typer) -> None:
         agent_state: Annotated[
             Path | None, typer.Option("--agent-state", metavar="DIR", help="State folder of the agent: judge with its history.")
         ] = None,
+        clear: Annotated[
+            str, typer.Option("--clear", metavar="INCIDENT", help="Tell the agent of --agent-state that an incident (or `all`) is over.")
+        ] = "",
+        why: Annotated[str, typer.Option("--why", help="For the audit of --clear: what was done or tested.")] = "",
         deadline: Annotated[float, typer.Option("--deadline", min=0.1, help="Seconds after which a silent driver is hung.")] = 10.0,
         as_json: Json = False,
     ) -> None:
-        if classify is not None:
+        if clear:
+            _clear(clear, agent_state, why, as_json=as_json)
+        elif classify is not None:
             _classify(classify, explain=explain, as_json=as_json)
         else:
             _judge(state, policy, agent_state, deadline, explain=explain or dry_run, as_json=as_json)
+
+
+def _clear(incident: str, agent_state: Path | None, why: str, *, as_json: bool) -> None:
+    """Leave a request that the running agent takes within a second; what still holds it finds again."""
+    import getpass
+
+    from regrow.agent.health import history
+
+    if agent_state is None or not agent_state.is_dir():
+        raise ConfigurationError(
+            "needs the state folder of the agent", where="--clear", hint="--agent-state DIR, the folder that `regrow agent --state` has"
+        )
+    if not why:
+        raise ConfigurationError("needs a reason for the audit", where="--clear", hint='--why "memory test passed"')
+    known = history.load(agent_state / "health.json")
+    open_now = [one.incident for one in known.conditions]
+    if incident != "all" and incident not in open_now:
+        raise ConfigurationError(f"no open incident {incident!r}", where="--clear", hint=f"open: {', '.join(open_now) or 'none'}; or `all`")
+    request = history.ClearRequest(incident="" if incident == "all" else incident, by=getpass.getuser(), why=why)
+    history.request_clear(agent_state, request)
+    cleared = open_now if incident == "all" else [incident]
+    emit({"requested": cleared, "by": request.by}, as_json=as_json, human=lambda: _say(f"asked the agent to clear: {', '.join(cleared)}\n"))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
 
 
 def _classify(path: Path, *, explain: bool, as_json: bool) -> None:
