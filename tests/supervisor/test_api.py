@@ -53,6 +53,9 @@ async def test_commands_speak_to_the_supervisor(cluster: Cluster) -> None:
     unknown = await call("job", "show", "nope", "--json", "--supervisor", url)
     assert unknown.returncode == 2
     assert "train" in json.loads(unknown.stdout)["error"]["hint"]
+    switched = await call("automation", "off", "--supervisor", url)
+    assert switched.stdout == "automation is off\n"
+    await eventually(lambda: not cluster.leader.term.view.automation, "switched off")
     stopped = await call("job", "stop", "train", "--supervisor", url)
     assert stopped.returncode == 0
     await eventually(lambda: cluster.job().outcome, "stopped")

@@ -20,6 +20,7 @@ MODULES = (
     "job",
     "node",
     "events",
+    "automation",
     "plan",
     "interval",
     "ckpt",
