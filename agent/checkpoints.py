@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from regrow import wire
 from regrow.agent.cleaning import Cleaner
 from regrow.agent.commits import Committer
@@ -14,10 +16,12 @@ from regrow.agent.layout import NodePaths
 from regrow.agent.peer import PeerClient, PeerServer, Report, Settled
 from regrow.agent.registry import Keys
 from regrow.agent.writerlink import WriterLink
+from regrow.errors import OperationalError
 from regrow.store.base import Store
 
 _log = logging.getLogger("regrow.agent.checkpoints")
 
+_FIND_SECONDS = 3.0
 MAX_EARLY = 256
 """Reports kept of generations that have not begun here."""
 
@@ -51,9 +55,9 @@ class Checkpoints:
         """Pid of the checkpoint writer; 0: none."""
         return self._link.pid
 
-    async def start(self) -> None:
-        """Bind the peer port."""
-        await self._server.start()
+    async def start(self, *, preferred_port: int = 0) -> None:
+        """Bind the peer port; a restarted agent takes the one that its peers know."""
+        await self._server.start(preferred_port=preferred_port)
 
     async def run(self) -> None:
         """Keep a writer running until cancelled."""
@@ -84,10 +88,18 @@ class Checkpoints:
             self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle, after_commit=cleaner.clean)
             self._work = asyncio.create_task(self._commit(self._committer), name="regrow-committer")
         elif spec.commit_address:
-            self._client = PeerClient(spec.commit_address, self._settled)
+            self._client = PeerClient(spec.commit_address, self._settled, find=lambda: self._find(spec.committing_node))
         early, self._early = self._early, []
         for report in early:
             self._from_writer(report)
+
+    async def _find(self, node: str) -> str:
+        """Where a node's peer port is by its record in the store; empty when that cannot be told."""
+        try:
+            item = await self._store.get(self._keys.node(node), timeout=_FIND_SECONDS)
+            return msgspec.json.decode(item.value, type=wire.NodeRecord).peer_address if item is not None else ""
+        except (OperationalError, msgspec.DecodeError):
+            return ""
 
     async def _commit(self, committer: Committer) -> None:
         try:

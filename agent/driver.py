@@ -80,7 +80,7 @@ class Agent:
     async def run(self) -> int:
         """Serve until released, told to leave, or unable to go on. Returns the exit code."""
         loop = asyncio.get_running_loop()
-        await self.checkpoints.start()
+        await self.checkpoints.start(preferred_port=layout.earlier_peer_port(self.paths))
         await self.socket.start()
         await self.metrics.start()
         self._write_facts()
@@ -159,7 +159,7 @@ class Agent:
             "peer": self.checkpoints.peer_address,
             "metrics": self.metrics.address,
         }
-        path = self.settings.state / "agent-run.json"
+        path = self.paths.facts
         fresh = path.with_suffix(".new")
         fresh.write_bytes(msgspec.json.encode(facts))
         fresh.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ class NodePaths:
         self.shim_socket = state / "shim.sock"
         self.writer_socket = state / "writer.sock"
         self.fences = state / "agent.json"
-        self.lock = state / "agent.lock"
+        self.facts = state / "agent-run.json"
 
     def generation(self, job: str, generation: int) -> Path:
         """Folder of one generation."""
@@ -53,6 +54,15 @@ class NodePaths:
     def order(self, job: str, generation: int) -> Path:
         """The order that started a generation here: what a restarted agent adopts by."""
         return self.generation(job, generation) / "order.json"
+
+
+def earlier_peer_port(paths: NodePaths) -> int:
+    """The peer port of the agent that ran here before; 0 when that is not known."""
+    try:
+        facts = msgspec.json.decode(paths.facts.read_bytes(), type=dict[str, Any])
+        return int(str(facts.get("peer", "")).rpartition(":")[2] or 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def prepare(paths: NodePaths, order: wire.StartGeneration) -> None:

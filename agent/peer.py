@@ -45,9 +45,21 @@ class PeerServer:
         self._clients: set[asyncio.StreamWriter] = set()
         self.address = ""
 
-    async def start(self) -> None:
-        """Bind. Raises OSError when the port is in use."""
-        self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=wire.MAX_MESSAGE_BYTES)
+    async def start(self, *, preferred_port: int = 0) -> None:
+        """Bind: the port that was asked for, else the preferred one (an earlier agent's, which peers know), else any.
+
+        Raises:
+            OSError: the port that was asked for is in use.
+        """
+        ports = [self._port] if self._port else [preferred_port, 0] if preferred_port else [0]
+        for port in ports:
+            try:
+                self._server = await asyncio.start_server(self._serve, self._host, port, limit=wire.MAX_MESSAGE_BYTES)
+                break
+            except OSError:
+                if port == ports[-1]:
+                    raise
+        assert self._server is not None
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
@@ -84,9 +96,11 @@ class PeerServer:
 class PeerClient:
     """Reports to one committing agent, for as long as it is the one."""
 
-    def __init__(self, address: str, on_settled: Callable[[Settled], None]) -> None:
+    def __init__(self, address: str, on_settled: Callable[[Settled], None], *, find: Callable[[], Awaitable[str]] | None = None) -> None:
+        """`find` tells where the committing agent is now, when it is not at `address` any more (empty: not known)."""
         self.address = address
         self._on_settled = on_settled
+        self._find = find
         self._unsettled: dict[tuple[str, int, int], Report] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
@@ -108,13 +122,15 @@ class PeerClient:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        host, _, port = self.address.rpartition(":")
         pause = _BACKOFF_SECONDS[0]
         while True:
+            host, _, port = self.address.rpartition(":")
             try:
                 reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES)
             except OSError as error:
-                _log.info("committing agent %s: %s", self.address, error)
+                if pause == _BACKOFF_SECONDS[0]:
+                    _log.info("committing agent %s: %s", self.address, error)
+                self.address = (await self._find() if self._find is not None else "") or self.address
             else:
                 pause = _BACKOFF_SECONDS[0]
                 with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):

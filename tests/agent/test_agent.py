@@ -92,6 +92,7 @@ async def test_a_killed_agent_costs_no_worker(scene: Scene) -> None:
     await until(lambda: pids_of(agent, 1))
     pids = pids_of(agent, 1)
     born = [start_time(pid) for pid in pids]
+    peer = (await scene.leader.next(wire.Hello)).peer_address
     await agent.kill()
     os.kill(pids[1], signal.SIGKILL)  # ends while nobody looks
     await until(lambda: process_state(pids[1]) in ("", "Z"))
@@ -101,6 +102,7 @@ async def test_a_killed_agent_costs_no_worker(scene: Scene) -> None:
     assert hello.running is not None
     assert (hello.running.generation, hello.running.spec is not None) == (1, True)
     assert hello.highest_generation == 1
+    assert hello.peer_address == peer
     assert start_time(pids[0]) == born[0]
     exits = list(hello.running.exits) or list((await scene.leader.next(wire.WorkersExited, after=after)).exits)
     assert [(found.rank, found.signal) for found in exits] == [(1, 9)]

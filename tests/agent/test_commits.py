@@ -208,6 +208,33 @@ async def test_retention_follows_each_commit_and_its_keys(tmp_path: Path, store:
     assert await store.get(keys.checkpoint("job", 2)) is not None
 
 
+async def test_a_committing_agent_that_moved_is_found(tmp_path: Path) -> None:
+    async def handle(report: Report) -> Settled | None:
+        return Settled(job=report.job, generation=report.generation, step=report.step, outcome="committed")
+
+    async def find() -> str:
+        return second.address
+
+    first, second = PeerServer("127.0.0.1", 0, handle), PeerServer("127.0.0.1", 0, handle)
+    await first.start()
+    await second.start()
+    address = first.address
+    await first.close()
+    settled: asyncio.Queue[Settled] = asyncio.Queue()
+    client = PeerClient(address, settled.put_nowait, find=find)
+    client.report(shards(tmp_path, 1, spec_of()))
+    assert (await asyncio.wait_for(settled.get(), LIMIT)).step == 1
+    third = PeerServer("127.0.0.1", 0, handle)
+    await third.start(preferred_port=int(address.rpartition(":")[2]))
+    assert third.address == address
+    fourth = PeerServer("127.0.0.1", 0, handle)
+    await fourth.start(preferred_port=int(address.rpartition(":")[2]))
+    assert fourth.address != address
+    await client.close()
+    for server in (second, third, fourth):
+        await server.close()
+
+
 async def test_reports_reach_a_committing_agent_that_was_away(tmp_path: Path) -> None:
     heard: list[Report] = []
 
