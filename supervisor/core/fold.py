@@ -130,20 +130,24 @@ def _job_loaded(view: View, event: e.JobLoaded) -> View:
     usable = [item.step for item in checkpoints.values() if not item.damaged]
     frontier = max([ledger.frontier, *usable]) if not event.spec.checkpoint.fresh_start else 0
     reserved = goodput.reserved(view, event.spec)
+    outcome = _outcome(ledger, event.at)
+    generation = _adopted(event) if event.generation is not None else None
+    if generation is not None and outcome is not None:
+        generation = _change(generation, stage="ended")
     job = JobView(
         spec=event.spec,
         submitted_at=event.at,
         effort=Effort(since=event.at, reserved_at=event.at, num_reserved=reserved),
         command=event.command,
         command_at=event.at,
-        generation=_adopted(event) if event.generation is not None else None,
+        generation=generation,
         highest_generation=max(event.highest_generation, event.generation.generation if event.generation else 0),
         checkpoints=checkpoints,
         num_damaged=event.num_damaged,
         ledger=ledger,
         frontier=frontier,
         effort_base=frontier,
-        outcome=_outcome(ledger, event.at),
+        outcome=outcome,
         paused=event.command == "pause" and event.generation is None,
     )
     return with_job(view, job)

@@ -73,9 +73,10 @@ def judge(ledger: LedgerRecord, charge: Charge, spec: wire.JobSpec, policy: Poli
 
 
 def _without_progress(ledger: LedgerRecord, charge: Charge) -> list[Charge]:
-    """Charges just before this one at the same frontier."""
+    """Charges of other incidents just before this one at the same frontier. Its own is there when the record that it was
+    written with failed and is tried again."""
     result: list[Charge] = []
-    for other in reversed(ledger.charges):
+    for other in reversed([other for other in ledger.charges if other.incident != charge.incident]):
         if other.step != charge.step or (ledger.restored_at is not None and other.at <= ledger.restored_at):
             break
         result.append(other)

@@ -191,8 +191,10 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
         draft.look(due)
         draft.say(f"growth from {world} to {choice.workers_used} workers waits {due - now:.1f} s (cool-down)")
         return
-    bursty = rates.over_dispersed(job)
+    calm_at = job.ledger.charges[-1].at + policy.budget_window_seconds if job.ledger.charges else now
+    bursty = rates.over_dispersed(job) if now < calm_at else None
     if bursty is not None:
+        draft.look(calm_at)
         draft.say(f"no growth: failures come in batches ({bursty:.1f} times the variance of chance): fix machines first")
         return
     expected = 1.0 / rates.failure_rate(job, now)
