@@ -15,13 +15,15 @@ from regrow.ids import MeshShape
 from regrow.parallel import apply_export
 
 
-def link(*, folder: str, log: str, before: str, mesh: str, first: int, last: int, generation: int, arguments: list[str]) -> None:
+def link(
+    *, folder: str, log: str, before: str, mesh: str, first: int, last: int, generation: int, arguments: list[str], shard_size: int = 0
+) -> None:
     """Steps first..last on `mesh`; `before`: folder with the final state of step first - 1, empty for a fresh start."""
     args = train_gpt.parse(arguments)
     shape = MeshShape.parse(mesh)
     if shape.world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=shape.world_size)
-    reference = Reference(args, shape)
+    reference = Reference(args, shape, shard_size=shard_size)
     if before:
         apply_export.load(reference.net, reference.optimizer, read_final(Path(before)), step=first - 1)
         state = reference.scheduler.state_dict() | {"last_epoch": first - 1}

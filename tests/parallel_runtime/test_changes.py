@@ -22,12 +22,12 @@ def chain(ranks: Any, log: Path, meshes: list[str], *, steps: int, total: int, n
     """Jobs that hand the state from one mesh to the next, `steps` steps each."""
     jobs: list[Any] = []
     for number, mesh in enumerate(meshes):
-        mesh, _, zero = mesh.partition("/")
+        mesh, zero, shard_size = (*mesh.split("/"), "", "")[:3]
         arguments = [*SMALL, "--steps", str(total), *(["--zero", zero] if zero else [])]
         before = f"{{root}}/{name}{number - 1}" if number else ""
         keywords = {
             "folder": "{folder}", "log": str(log), "before": before, "mesh": mesh, "arguments": arguments,
-            "first": number * steps + 1, "last": (number + 1) * steps, "generation": number + 1,
+            "first": number * steps + 1, "last": (number + 1) * steps, "generation": number + 1, "shard_size": int(shard_size or 0),
         }  # fmt: skip
         jobs.append(ranks.job(f"{name}{number}", MeshShape.parse(mesh).world_size, "links:link", keywords))
     return jobs
@@ -72,4 +72,4 @@ def test_twenty_changes_in_random_order(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_changes_between_replicated_and_sharded(ranks: Any, tmp_path: Path) -> None:
-    check_chain(ranks, tmp_path, ["2x2x2/3", "3x2x1/3", "7x1x1", "5x1x1/3", "1x1x3", "2x2x1/2", "1x1x1"], steps=2)
+    check_chain(ranks, tmp_path, ["2x2x2/3", "3x2x1/3", "7x1x1", "5x1x1/3", "1x1x3", "4x1x1/3/2", "2x2x1/2", "4x2x1/2/2", "1x1x1"], steps=2)
