@@ -120,6 +120,8 @@ class Launcher:
 
     async def stop(self, job: str, generation: int, number: int = signal.SIGKILL) -> tuple[int, ...]:
         """Signal this and older generations of the job. Returns pids that were alive. A shim that does not answer is killed."""
+        if self._is_fresh():
+            return ()
         try:
             reply = await self._ask(protocol.StopWorkers(id=0, job=job, generation=generation, signal=number), _REPLY_SECONDS)
         except OperationalError:
@@ -129,10 +131,16 @@ class Launcher:
 
     async def forget(self, job: str, generation: int) -> None:
         """Drop ended generations from the shim's book."""
+        if self._is_fresh():
+            return
         await self._ask(protocol.ForgetGeneration(id=0, job=job, generation=generation), _REPLY_SECONDS)
         for key in [key for key in self._generations if key[0] == job and key[1] <= generation]:
             if all(worker.status is not None for worker in self._generations[key].workers):
                 del self._generations[key]
+
+    def _is_fresh(self) -> bool:
+        """True while a shim of our own is importing: it has no workers and no book yet, so nothing is waited for."""
+        return self._ready is None and self._process is not None and self._process.poll() is None
 
     async def state(self) -> protocol.Ready:
         """The shim's whole state now."""

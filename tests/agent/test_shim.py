@@ -296,3 +296,20 @@ async def test_nonsense_on_the_socket_is_answered(harness: Make) -> None:
     assert b"unknown request 'dance'" in await reader.readline()
     writer.close()
     assert (await h.launcher.state()).generations == ()
+
+
+async def test_nothing_waits_for_a_shim_that_is_still_importing(harness: Make) -> None:
+    h = harness(preload=("slow_to_import",))
+    ready = await h.up()
+    (h.state / "slow_to_import.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    os.environ["PYTHONPATH"] = str(h.state)
+    try:
+        h.launcher.spawned.clear()
+        os.kill(ready.pid, signal.SIGKILL)
+        await h.down()
+        await h.launcher.spawned.wait()
+    finally:
+        del os.environ["PYTHONPATH"]
+    async with asyncio.timeout(3):
+        assert await h.launcher.stop("toy", 1) == ()
+        await h.launcher.forget("toy", 1)
