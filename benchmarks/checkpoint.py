@@ -20,6 +20,7 @@ import mmap
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -453,6 +454,7 @@ def main() -> None:
     options.gigabytes = options.gigabytes or (0.33 if options.quick else 1.31)
     options.repeats = options.repeats or (3 if options.quick else 5)
     folder = Path(tempfile.mkdtemp(prefix="rgb", dir=options.folder))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks, writer and files go with us
     try:
         samples = measure(options, folder)
     finally:

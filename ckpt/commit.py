@@ -189,6 +189,12 @@ def write_record(pending: PendingCommit, *, written_at: float) -> Record:
         record = seal(_record(pending, manifests, index, sequence, written_at))
         publish(directory, RECORD_NAME, encode(record))
         sync_directory(directory.parent)
+    except FileNotFoundError as error:
+        raise OperationalError(
+            f"{error.filename} was reported as written and is not to be seen here",
+            where=str(directory),
+            hint="the checkpoint folder must be the same storage on all nodes",
+        ) from error
     except OSError as error:
         raise OperationalError(f"record cannot be written: {error}", where=str(directory), hint="check space and permissions") from error
     return record

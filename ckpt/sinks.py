@@ -18,8 +18,12 @@ from regrow.ckpt.storing import make_directory, store_shard
 from regrow.errors import FencedError, OperationalError
 from regrow.wire import GenerationSpec, ShardFile, ShardsDurable
 
-PREPARE_SECONDS = 120.0
-"""Allocating two arenas of many GB takes that long at most."""
+PREPARE_SECONDS = 15.0
+"""A writer that gives no arenas within this and two seconds for each GB is stuck."""
+
+
+class WriterStuckError(OperationalError):
+    """The writer is there and does not answer."""
 
 
 class Sink(Protocol):
@@ -62,6 +66,7 @@ class WriterSink:
         self._channel: WorkerChannel | None = None
         self._free: set[int] = set()
         self._begun: RankPlan | None = None
+        self._asked_bytes = 0
         self.released: list[Released] = []
 
     def begin(self, plan: RankPlan) -> None:
@@ -77,6 +82,7 @@ class WriterSink:
         channel.send(self._hello)
         channel.send(Prepare(plan=plan))
         self._begun = plan
+        self._asked_bytes = plan.file_bytes
         return channel
 
     def prepare(self, plan: RankPlan) -> list[mmap.mmap]:
@@ -98,7 +104,8 @@ class WriterSink:
         return self._await_ready(self._request(plan))
 
     def _await_ready(self, channel: WorkerChannel) -> list[mmap.mmap]:
-        deadline = time.monotonic() + PREPARE_SECONDS
+        allocating = 2 * (self._asked_bytes / 1e9)
+        deadline = time.monotonic() + PREPARE_SECONDS + allocating
         while lines := channel.wait(deadline):
             for line in lines:
                 message = wire.decode(line, ToProducer)
@@ -107,7 +114,8 @@ class WriterSink:
                 if isinstance(message, Rejected):
                     self.close()
                     raise _rejected(message)
-        raise OperationalError("checkpoint writer gave no arenas in time", where=self._path)
+        self.close()
+        raise WriterStuckError("checkpoint writer gave no arenas in time", where=self._path, hint="see the writer's log; storage may hang")
 
     def _map(self, channel: WorkerChannel, message: Ready) -> list[mmap.mmap]:
         arenas: list[mmap.mmap] = []

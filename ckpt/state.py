@@ -23,12 +23,15 @@ from regrow.ckpt.place import Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
 from regrow.ckpt.protocol import ProducerHello, Released, Submit
 from regrow.ckpt.reshard import compare_names, source_of
-from regrow.ckpt.sinks import DirectSink, Sink, WriterSink
+from regrow.ckpt.sinks import DirectSink, Sink, WriterSink, WriterStuckError
 from regrow.ckpt.snapshot import Snapshotter
 from regrow.errors import ConfigurationError, FencedError, OperationalError, RegrowError
 from regrow.wire import RestorePoint, SaveReport
 
 log = logging.getLogger("regrow.ckpt.state")
+STUCK_RETRY_SECONDS = 60.0
+"""A writer that did not answer in time is not asked again before this: waiting for it holds training up."""
+
 BackPressure = Literal["skip", "wait", "fail"]
 
 
@@ -90,6 +93,7 @@ class TrainState:
         self._items: dict[str, Item] = {}
         self._live: dict[str, torch.Tensor] = {}
         self._in_flight = 0
+        self._retry_at = 0.0
         self._plan_boxes: list[Any] = []
         self._snapshotter: Snapshotter | None = None
 
@@ -234,8 +238,16 @@ class TrainState:
                 raise
             except OperationalError as error:
                 self._lose_writer(error)
+        left = self._retry_at - time.monotonic()
+        if left > 0:
+            raise OperationalError(f"the checkpoint writer did not answer; asked again in {left:.0f} s")
         image = lay_out(self._plan_boxes, self._labels())
-        snapshotter = Snapshotter(image, self._sink.prepare(image.plan))
+        try:
+            arenas = self._sink.prepare(image.plan)
+        except WriterStuckError:
+            self._retry_at = time.monotonic() + STUCK_RETRY_SECONDS
+            raise
+        snapshotter = Snapshotter(image, arenas)
         snapshotter.bind(self._items)
         self._snapshotter = snapshotter
         return snapshotter

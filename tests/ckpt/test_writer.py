@@ -16,7 +16,7 @@ import pytest
 from ckpt_small import Small
 from ckpt_synthetic import spec_of
 
-from regrow.ckpt import catalog
+from regrow.ckpt import catalog, sinks
 from regrow.ckpt.client import WriterControl
 from regrow.ckpt.protocol import WriterStatus
 from regrow.ckpt.verify import verify
@@ -321,3 +321,19 @@ async def test_a_full_house_is_skipped_or_waited_for(make_writer, tmp_path):
         "fail": ["snapshot", "snapshot", "failed"],
         "wait": ["snapshot", "snapshot", "snapshot"],
     }
+
+
+async def test_a_stopped_writer_holds_training_up_once(make_writer, tmp_path, monkeypatch):
+    """SIGSTOP: the save fails after a bounded wait, later ones fail at once, and nothing raises."""
+    monkeypatch.setattr(sinks, "PREPARE_SECONDS", 0.3)
+    writer = await make_writer()
+    writer.process.send_signal(signal.SIGSTOP)
+    try:
+        small = Small(tmp_path, writer=writer.socket)
+        first = small.state.save(1, 4)
+        assert (first.outcome, "no arenas in time" in first.reason) == ("failed", True)
+        second = small.state.save(2, 8)
+        assert (second.outcome, "asked again in" in second.reason) == ("failed", True)
+        small.state.close()
+    finally:
+        writer.process.send_signal(signal.SIGCONT)
