@@ -1,0 +1,122 @@
+"""The generation record under lost answers, rivals and an ended term."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from regrow import wire
+from regrow.ids import MeshShape
+from regrow.store.base import Comparison, version
+from regrow.store.memory import MemoryStore
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core.records import LedgerRecord
+from regrow.supervisor.core.view import View
+from regrow.supervisor.effects import Effects, Members
+from regrow.supervisor.keys import Keys
+
+
+class Desk:
+    """Effects with their outcomes."""
+
+    def __init__(self, store: MemoryStore, comparison: Comparison | None = None) -> None:
+        self.events: asyncio.Queue[e.Event] = asyncio.Queue()
+        self.lost: list[str] = []
+        self.keys = Keys("test")
+        self.effects = Effects(
+            store, self.keys, comparison=comparison, connections={}, post=self.events.put_nowait, now=lambda: 1.0, lost=self.lost.append
+        )
+
+    async def outcome(self) -> Any:
+        return await asyncio.wait_for(self.events.get(), 20)
+
+
+def record(number: int, num_nodes: int = 2) -> a.RecordGeneration:
+    names = tuple(f"n{index:03d}" for index in range(num_nodes))
+    members = {name: (wire.WorkerAssignment(rank=index, local_rank=0),) for index, name in enumerate(names)}
+    spec = wire.GenerationSpec(job="j", epoch=1, generation=number, mesh=MeshShape(dp=num_nodes), world_size=num_nodes, nodes=names)
+    return a.RecordGeneration(job="j", spec=spec, members=members, ledger=LedgerRecord(frontier=7))
+
+
+async def stored(store: MemoryStore, key: str, kind: Any) -> Any:
+    item = await store.get(key)
+    assert item is not None
+    return msgspec.json.decode(item.value, type=kind)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 300])
+async def test_record_is_one_transaction_with_members_and_ledger(store: MemoryStore, num_nodes: int) -> None:
+    desk = Desk(store)
+    desk.effects.dispatch(1, record(1, num_nodes), View(epoch=1))
+    assert isinstance(await desk.outcome(), e.GenerationRecorded)
+    assert (await stored(store, desk.keys.job("j", "generation"), wire.GenerationRecord)).number == 1
+    assert (await stored(store, desk.keys.job("j", "ledger"), LedgerRecord)).frontier == 7
+    chunks = await store.get_prefix(desk.keys.members_of("j", 1))
+    nodes = [name for item in chunks for name in msgspec.json.decode(item.value, type=Members).nodes]
+    assert len(nodes) == num_nodes
+    assert len(await store.get_prefix(desk.keys.events)) == 1
+    desk.effects.dispatch(2, record(2), View(epoch=1))
+    assert isinstance(await desk.outcome(), e.GenerationRecorded)
+    await desk.effects.stop()
+
+
+async def test_a_rival_that_was_faster_ends_the_term(store: MemoryStore) -> None:
+    desk = Desk(store)
+    await store.put(desk.keys.job("j", "generation"), b"{}")
+    desk.effects.dispatch(1, record(1), View(epoch=1))
+    outcome = await desk.outcome()
+    assert isinstance(outcome, e.ActionFailed)
+    assert outcome.fenced
+    assert desk.lost
+    await desk.effects.stop()
+
+
+async def test_an_ended_term_writes_nothing(store: MemoryStore) -> None:
+    desk = Desk(store, version("/regrow/test/leader") > 0)
+    desk.effects.start()
+    desk.effects.dispatch(1, record(1), View(epoch=1))
+    outcome = await desk.outcome()
+    assert isinstance(outcome, e.ActionFailed)
+    assert outcome.fenced
+    desk.effects.write(desk.keys.quarantined("GPU/1"), b"x")
+    async with asyncio.timeout(20):
+        while len(desk.lost) < 2:  # noqa: ASYNC110  # a list has no event
+            await asyncio.sleep(0.01)
+    assert len(await store.get_prefix("/regrow/test/")) == 0
+    await desk.effects.stop()
+
+
+async def test_store_that_is_gone_fails_the_record_and_keeps_the_rest(store: MemoryStore) -> None:
+    client = store.connect()
+    desk = Desk(client)
+    desk.effects.start()
+    client.faults.unavailable = True
+    desk.effects.dispatch(1, record(1), View(epoch=1))
+    desk.effects.write(desk.keys.quarantined("GPU-1"), b"x")
+    seen = [await desk.outcome(), await desk.outcome()]
+    assert {type(item) for item in seen} == {e.ActionFailed, e.StoreChanged}
+    client.faults.unavailable = False
+    assert (await desk.outcome()).up
+    async with asyncio.timeout(20):
+        while await store.get(desk.keys.quarantined("GPU-1")) is None:  # noqa: ASYNC110  # written in the background
+            await asyncio.sleep(0.01)
+    assert not desk.lost
+    await desk.effects.stop()
+    await client.close()
+
+
+async def test_a_lost_answer_does_not_lose_the_record(store: MemoryStore) -> None:
+    client = store.connect()
+    desk = Desk(client)
+    client.faults.lose_answers = 1
+    desk.effects.dispatch(1, record(1), View(epoch=1))
+    assert isinstance(await desk.outcome(), e.GenerationRecorded)
+    desk.effects.dispatch(2, record(2), View(epoch=1))
+    assert isinstance(await desk.outcome(), e.GenerationRecorded)
+    assert not desk.lost
+    await desk.effects.stop()
+    await client.close()
