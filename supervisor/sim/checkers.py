@@ -10,7 +10,7 @@ from regrow.supervisor.core.invariants import check
 from regrow.supervisor.core.view import View
 
 
-class SafetyViolation(InternalError):
+class SafetyError(InternalError):
     """The simulated system did what must never happen: a bug in the core, a fence, or the simulator."""
 
 
@@ -30,9 +30,9 @@ class Checkers:
         """Report a violation.
 
         Raises:
-            SafetyViolation: always.
+            SafetyError: always.
         """
-        raise SafetyViolation(text, where=f"t={now:.3f} s")
+        raise SafetyError(text, where=f"t={now:.3f} s")
 
     def view(self, now: float, view: View) -> None:
         """The core's own invariants."""

@@ -12,6 +12,8 @@ from regrow.supervisor.sim.world import World
 
 _CUDA = 'Traceback (most recent call last):\n  File "train.py", line 40, in step\nRuntimeError: CUDA error: an uncorrectable error was encountered'
 _NOTICE_SECONDS = 120.0
+_KEEPALIVE_SECONDS = 10.0
+"""A leader whose term is over learns of it with its next keepalive, at the latest."""
 _POOL_SECONDS = 5.0
 """A fixed world: the requeued job has another node; the wait for it is in its cold start."""
 
@@ -141,7 +143,7 @@ class Injector:
         else:
             world.loop.after(self._seconds(fault), lambda: world.heard_again(node))
 
-    def _hang(self, fault: Fault, node: Node) -> None:
+    def _hang(self, _fault: Fault, node: Node) -> None:
         run = self._world.life.current(node)
         if run is None:
             return
@@ -198,7 +200,7 @@ class Injector:
 
         world.loop.after(self._seconds(fault), back)
 
-    def _leader(self, fault: Fault, node: Node) -> None:
+    def _leader(self, fault: Fault, _node: Node) -> None:
         """The leading process dies; a standby takes over when its key has gone."""
         world = self._world
         world.leader.end()
@@ -206,7 +208,7 @@ class Injector:
         name = f"s{self._terms}"
         world.loop.after(max(0.5, self._seconds(fault)), lambda: world.takeover(name))
 
-    def _pause(self, fault: Fault, node: Node) -> None:
+    def _pause(self, fault: Fault, _node: Node) -> None:
         """The leading process stands still for longer than its term, and goes on after another one leads."""
         world = self._world
         old = world.leader
@@ -217,9 +219,11 @@ class Injector:
         name = f"s{self._terms}"
         lease = world.draw("takeover")
         world.loop.after(lease, lambda: world.takeover(name))
-        world.loop.after(lease + self._seconds(fault), old.resume)
+        back = lease + self._seconds(fault)
+        world.loop.after(back, old.resume)
+        world.loop.after(back + world.rng.uniform(0.5, _KEEPALIVE_SECONDS), lambda: world.retire(old))
 
-    def _store(self, fault: Fault, node: Node) -> None:
+    def _store(self, fault: Fault, _node: Node) -> None:
         world = self._world
         if not world.store.up:
             return
@@ -236,7 +240,7 @@ class Injector:
 
         world.loop.after(self._seconds(fault), back)
 
-    def _storage(self, fault: Fault, node: Node) -> None:
+    def _storage(self, fault: Fault, _node: Node) -> None:
         self._world.life.settle()
         self._world.outages.append((self._world.now, self._world.now + self._seconds(fault)))
 
@@ -249,7 +253,7 @@ class Injector:
         world.falls_silent(node)
         world.loop.after(self._seconds(fault), lambda: world.heard_again(node))
 
-    def _damage(self, fault: Fault, node: Node) -> None:
+    def _damage(self, _fault: Fault, _node: Node) -> None:
         """Bytes of the newest checkpoint rot."""
         store = self._world.store
         if len(store.checkpoints) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -74,6 +74,8 @@ class Leader:
         """{generation: highest completed step that was told}."""
         self._policy = policy
         self._decide = decide
+        self.stuck: list[Callable[[], None]] = []
+        """What it was about to send when it stood still: sent late, with what it believed then."""
         self._queue: list[e.Event] = []
         self._flush_at: Entry | None = None
         self._wake: Entry | None = None
@@ -102,6 +104,9 @@ class Leader:
         """A process that stood still goes on, with all that was due meanwhile."""
         self.paused = False
         if self.alive:
+            stuck, self.stuck = self.stuck, []
+            for call in stuck:
+                self.world.loop.at(self.world.now, call)
             self._flush_at = self.world.loop.at(self.world.now, self.flush)
 
     def flush(self) -> None:
@@ -200,17 +205,23 @@ class Leader:
 
     # --- the edge: detectors of this leader
 
-    def watch_progress(self, run: Run) -> None:
-        """The stall detector: looks when the limit would be reached if nothing moved from now on."""
+    def watch_progress(self, run: Run, since: float | None = None) -> None:
+        """The stall detector: looks when the limit would be reached if nothing moved from now on.
+
+        Args:
+            run: whose words.
+            since: when this leader began to watch; default: the last change.
+        """
         job = self.view.jobs.get(JOB)
         if job is None or not self.alive:
             return
         limit = rates.hang_limit(job, self._policy)
-        since = run.changed_at
-        self.world.loop.at(since + limit + 0.1, lambda: self._look(run, since, limit))
+        changed = run.changed_at
+        start = changed if since is None else since
+        self.world.loop.at(start + limit + 0.1, lambda: self._look(run, changed, start, limit))
 
-    def _look(self, run: Run, since: float, limit: float) -> None:
-        if not self.alive or self.world.run is not run or run.changed_at != since or run.state in ("training", "over"):
+    def _look(self, run: Run, changed: float, since: float, limit: float) -> None:
+        if not self.alive or self.world.run is not run or run.changed_at != changed or run.state in ("training", "over"):
             return
         self.post(
             e.ProgressStalled(

@@ -63,9 +63,9 @@ class Life:
             return False
         if not world.nodes[run.spec.committing_node].up:
             return True
-        if world.store.commit(max(save.due_at, world.store.up_since), run.spec, run.revision, save.step, world.setup.keep):
-            if run.diverged_at is not None and save.step >= run.diverged_at:
-                world.store.corrupt.add(save.step)
+        done = world.store.commit(max(save.due_at, world.store.up_since), run.spec, run.revision, save.step, world.setup.keep)
+        if done and run.diverged_at is not None and save.step >= run.diverged_at:
+            world.store.corrupt.add(save.step)
         return True
 
     # --- a run's life
@@ -93,8 +93,7 @@ class Life:
         world.accounts.rolled_back(run.base)
         world.accounts.cause = "none"
         world.unsettled.append(run)
-        if run.base in world.store.corrupt:
-            self.diverge(run, run.base)
+        world.num_poisoned += run.base in world.store.corrupt
 
     def first_step(self, run: Run) -> None:
         """The leader hears of the first step at once, of later ones when it matters."""
@@ -119,13 +118,6 @@ class Life:
             ),
         )
         self.worker_exit(world.nodes[name], exit_code=_RESTORE_FAILED, error="")
-
-    def diverge(self, run: Run, step: int) -> None:
-        """State of a replica is wrong from `step` on; the vote or the check at rest finds it later."""
-        world = self._world
-        run.diverged_at = step if run.diverged_at is None else run.diverged_at
-        node = world.nodes[run.spec.nodes[world.rng.randrange(len(run.spec.nodes))]]
-        world.loop.after(world.draw("sdc_seen"), lambda: self.sdc_seen(run, node))
 
     def sdc_seen(self, run: Run, node: Node) -> None:
         """The digests say so. The last vote before was unanimous."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
@@ -41,37 +41,51 @@ class Orders:
                     starts.append(action)
                 case a.StopWorkers():
                     stops.append(action)
-                case a.AskSave():
-                    self._order(lambda action=action: self._ask_save(action))
-                case a.TellRate():
-                    self._order(lambda action=action: self._tell_rate(action))
-                case a.AskStacks():
-                    self._world.loop.after(_STACKS_SECONDS, lambda action=action: self._stacks(action))
-                case a.ReleaseNode():
-                    node = self._world.nodes[action.node]
-                    self._order(lambda node=node: self._world.life.leaves(node))
-                case a.SetQuarantine():
-                    self._write(leader, lambda action=action: self._world.store.quarantine.__setitem__(action.record.key, action.record))
-                case a.SetCheckpoint():
-                    self._write(leader, lambda action=action: self._world.store.amend(action))
-                case a.ParkJob() | a.EndJob():
-                    self._stands(leader, action)
-                case a.SaveLedger():
-                    self._write(leader, lambda action=action: self._set_ledger(action.ledger))
-                case a.Page():
-                    self._world.num_pages += 1
-                case a.EndBoundary():
-                    pass
-        if starts:
-            self._order(lambda: self._start(leader, starts))
+                case a.SetQuarantine() | a.SetCheckpoint() | a.SaveLedger() | a.ParkJob() | a.EndJob():
+                    self._to_store(leader, action)
+                case _:
+                    self._to_nodes(action)
+        for number in dict.fromkeys(action.generation for action in starts):
+            same = [action for action in starts if action.generation == number]
+            self._order(lambda same=same: self._start(leader, same))
         if stops:
             self._order(lambda: self._stop(leader, stops))
+
+    def _to_nodes(self, action: a.Action) -> None:
+        match action:
+            case a.AskSave():
+                self._order(lambda: self._ask_save(action))
+            case a.TellRate():
+                self._order(lambda: self._tell_rate(action))
+            case a.AskStacks():
+                self._world.loop.after(_STACKS_SECONDS, lambda: self._stacks(action))
+            case a.ReleaseNode():
+                self._order(lambda: self._world.life.leaves(self._world.nodes[action.node]))
+            case a.Page():
+                self._world.num_pages += 1
+            case _:
+                pass
+
+    def _to_store(self, leader: Leader, action: a.SetQuarantine | a.SetCheckpoint | a.SaveLedger | a.ParkJob | a.EndJob) -> None:
+        match action:
+            case a.SetQuarantine():
+                self._write(leader, lambda: self._world.store.quarantine.__setitem__(action.record.key, action.record))
+            case a.SetCheckpoint():
+                self._write(leader, lambda: self._world.store.amend(action))
+            case a.SaveLedger():
+                self._write(leader, lambda: self._set_ledger(action.ledger))
+            case a.ParkJob() | a.EndJob():
+                self._stands(leader, action)
+            case _:
+                assert_never(action)
 
     def _order(self, call: Callable[[], None]) -> None:
         self._world.loop.after(self._world.draw("message"), call)
 
     def _write(self, leader: Leader, call: Callable[[], None]) -> None:
         """A write under the leader's own comparison; it waits for the store."""
+        if not leader.alive:
+            return
         if not self._world.store.up:
             self._writes.append((leader, call))
         elif leader.epoch == self._world.store.epoch:
@@ -120,6 +134,9 @@ class Orders:
 
         if not leader.alive:
             return
+        if leader.paused:
+            leader.stuck.append(lambda: self._record(leader, seq, action))
+            return
         if not self._world.store.up:
             self._world.loop.after(_RECORD_SECONDS, lambda: leader.post(failed("the store does not answer", fenced=False)))
             return
@@ -146,6 +163,9 @@ class Orders:
             node = self._world.nodes[order.node]
             if not (node.up and node.agent) or node.name in self._world.cut or node.name not in leader.connected:
                 continue
+            if node.running == number and epoch >= node.epoch:
+                self._tell_again(node)
+                continue
             refusal = self.agent_refuses(node, epoch, number)
             if refusal:
                 leader.post(e.StartWasRefused(at=self._world.now, node=node.name, job=JOB, generation=number, reason=refusal, fenced=True))
@@ -160,6 +180,14 @@ class Orders:
             self._world.checkers.rendezvous_store(self._world.now, master, number)
             self._use_store(self._world.nodes[master.partition(":")[0]])
             self._world.run.joined(obeyed)
+
+    def _tell_again(self, node: Node) -> None:
+        """An order that was obeyed already: the agent says how far it is."""
+        number = node.running
+        for phase in node.told:
+            self._world.tell(
+                node, lambda at, phase=phase: e.MemberPhase(at=at, node=node.name, job=JOB, generation=number, phase=phase), late=True
+            )
 
     def _use_store(self, node: Node) -> None:
         """The TCPStore is in use from now on; the shim has another one soon."""
@@ -212,7 +240,7 @@ class Orders:
             return
         due = run.ask_save()
         if due is not None:
-            world.loop.at(due, lambda: world.life.settle_and_tell())
+            world.loop.at(due, world.life.settle_and_tell)
 
     def _tell_rate(self, action: a.TellRate) -> None:
         run = self._world.run

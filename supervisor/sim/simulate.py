@@ -41,6 +41,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     turns: int
     checks: int
+    poisoned: int
+    """Restores of a checkpoint that had diverged before the digests could say so."""
     ended: str = ""
     """Why the job ended before the horizon; empty: it did not."""
 
@@ -55,6 +57,7 @@ def run_seed(
     policy: Policy | None = None,
     decide: TurnFunction = turn,
     journal: TextIO | None = None,
+    head: Head | None = None,
     prepare: Callable[[World], None] | None = None,
 ) -> Result:
     """Simulate one seed.
@@ -68,17 +71,18 @@ def run_seed(
         policy: of the core; default: the production one.
         decide: the turn function, for tests that break it.
         journal: a text file that gets every turn.
+        head: its first line; default: the policy and the seed.
         prepare: called with the world before time starts, for tests that break it.
 
     Raises:
-        SafetyViolation: a checker found something.
+        SafetyError: a checker found something.
     """
     world = World(setup, workload, str(seed), policy=policy, decide=decide)
     if journal is not None:
-        world.journal.write_to(journal, Head(policy=policy or policy_of(setup), seed=str(seed)))
+        world.journal.write_to(journal, head or Head(policy=policy or policy_of(setup), seed=str(seed)))
     if prepare is not None:
         prepare(world)
-    faults = source(random.Random(f"{seed}/faults"))
+    faults = source(random.Random(f"{seed}/faults"))  # noqa: S311  # a simulation is to be repeated
     Injector(world).schedule(faults)
     collecting = gc.isenabled()
     gc.disable()
@@ -103,6 +107,7 @@ def run_seed(
         pages=world.num_pages,
         turns=world.journal.num_turns,
         checks=world.checkers.num_checked,
+        poisoned=world.num_poisoned,
         ended=world.ended,
     )
 

@@ -31,12 +31,14 @@ class World:
         self.setup = setup
         self.workload = workload
         self.loop = Loop()
-        self.rng = random.Random(f"{seed}/delays")
+        self.rng = random.Random(f"{seed}/delays")  # noqa: S311  # a simulation is to be repeated
         self.checkers = Checkers()
         self.store = SimStore(self.checkers)
         self.accounts = Accounts(workload.full_seconds)
         self.journal = Journal(short=setup.lean)
-        self.nodes = {node.name: node for node in (Node(index, setup.places, named_devices=not setup.lean) for index in range(setup.reserved))}
+        self.nodes = {
+            node.name: node for node in (Node(index, setup.places, named_devices=not setup.lean) for index in range(setup.reserved))
+        }
         self.cut: set[str] = set()
         """Nodes that no leader hears and that hear none."""
         self.outages: list[tuple[float, float]] = []
@@ -50,12 +52,16 @@ class World:
         self.num_faults = 0
         self.num_generations = 0
         self.num_pages = 0
+        self.num_poisoned = 0
+        """Restores of a checkpoint whose state had diverged before anybody knew: replicas agree again, nobody can see it."""
         self.ended = ""
         self.parked = False
         self._policy = policy or policy_of(setup)
         self._decide = decide
         self.life = Life(self)
         self.orders = Orders(self)
+        self._former: list[Leader] = []
+        """Leaders of earlier terms that may still live, without knowing better."""
         self.leader = self._new_leader("s1")
         self.leader.post(e.LeaderStarted(at=0.0, epoch=self.leader.epoch, supervisor="s1"))
         self.leader.post(e.JobLoaded(at=0.0, spec=workload.spec, submitted=True))
@@ -95,12 +101,21 @@ class World:
     def _new_leader(self, name: str) -> Leader:
         return Leader(self, name, self.store.new_term(), self._policy, self._decide)
 
+    def retire(self, leader: Leader) -> None:
+        """Its term is over; a standby follows where none has yet."""
+        leader.end()
+        if leader is self.leader:
+            self.loop.after(1.0, lambda: self.takeover(f"{leader.name}b"))
+
     def takeover(self, name: str) -> None:
         """A standby wins the election: it loads what the store has, and agents come to it."""
+        if self.leader.alive and not self.leader.paused:
+            return
         if not self.store.up:
             self.loop.after(1.0, lambda: self.takeover(name))
             return
         self.life.settle()
+        self._former = [*(old for old in self._former if old.alive), self.leader]
         leader = self.leader = self._new_leader(name)
         now, store = self.now, self.store
         loaded = e.JobLoaded(
@@ -113,8 +128,7 @@ class World:
         )
         leader.post(e.LeaderStarted(at=now, epoch=leader.epoch, supervisor=name))
         leader.post(e.QuarantineLoaded(at=now, records=tuple(store.quarantine[key] for key in sorted(store.quarantine))), loaded)
-        if self.run is not None:
-            self.life.watch_progress(self.run)
+        self.loop.after(0.1, lambda: leader.watch_progress(self.run, since=now) if self.run is not None else None)
         for node in self.nodes.values():
             if node.up and node.agent:
                 self.loop.after(self.rng.uniform(0.1, 1.5), lambda node=node: self.greet(node))
@@ -132,6 +146,10 @@ class World:
                 return
             self.loop.after(0.5, lambda: self.greet(node))
             return
+        for old in self._former:
+            if node.name in old.connected:
+                old.connected.discard(node.name)
+                old.post(e.NodeDisconnected(at=self.now, node=node.name, reason="it went to another leader"))
         node.epoch = max(node.epoch, leader.epoch)
         leader.connected.add(node.name)
         leader.silent.discard(node.name)
@@ -170,7 +188,7 @@ class World:
 
     def disconnect(self, node: Node, reason: str) -> None:
         """The connection closed: the agent process is gone."""
-        for leader in (self.leader,):
+        for leader in (self.leader, *self._former):
             if node.name in leader.connected:
                 leader.connected.discard(node.name)
                 leader.silent.discard(node.name)

@@ -1,0 +1,125 @@
+"""`regrow simulate`: goodput of a policy on a failure trace, by the production decision core in virtual time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from regrow.cli.output import Json, emit
+from regrow.errors import ConfigurationError
+
+_SIZE, _FAULTS, _COST, _RUN = "Cluster", "Failures", "Costs, in seconds", "Runs"
+
+
+def register(app: typer.Typer) -> None:
+    """Add `simulate`."""
+    app.command("simulate")(simulate)
+
+
+def simulate(
+    *,
+    nodes: Annotated[int, typer.Option(help="Nodes that train; spares come on top.", rich_help_panel=_SIZE)] = 2048,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs a node.", rich_help_panel=_SIZE)] = 8,
+    days: Annotated[float | None, typer.Option(help="Length (default: 54, or that of the trace).", rich_help_panel=_SIZE)] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="DP x PP in nodes, as in dp=128,pp=16; tensor parallelism fills a node.", rich_help_panel=_SIZE)
+    ] = None,
+    rate_per_gpu_hour: Annotated[
+        float | None, typer.Option(help="Failures a GPU and hour, all causes (default: Llama 3's).", rich_help_panel=_FAULTS)
+    ] = None,
+    trace: Annotated[str | None, typer.Option(help="llama3, a CSV or JSON history, or a run's journal.", rich_help_panel=_FAULTS)] = None,
+    shape: Annotated[float, typer.Option(help="Weibull shape of the gaps; below 1: in batches.", rich_help_panel=_FAULTS)] = 1.0,
+    rack_size: Annotated[int, typer.Option(help="Nodes of a rack or NVLink domain.", rich_help_panel=_FAULTS)] = 0,
+    rack_share: Annotated[float, typer.Option(help="Share of the failures that take a whole rack.", rich_help_panel=_FAULTS)] = 0.0,
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Everything breaks, then must converge: for safety, not goodput.", rich_help_panel=_FAULTS)
+    ] = False,
+    policy: Annotated[str, typer.Option(help="fixed-world, dp-shrink, replan or spares:N.", rich_help_panel=_RUN)] = "replan",
+    compare: Annotated[bool, typer.Option("--compare", help="All policies on the same failures.", rich_help_panel=_RUN)] = False,
+    seeds: Annotated[int, typer.Option(help="Runs.", rich_help_panel=_RUN)] = 5,
+    seed: Annotated[int, typer.Option(help="First seed.", rich_help_panel=_RUN)] = 1,
+    save_seconds: Annotated[float, typer.Option(help="From a snapshot to durable.", rich_help_panel=_COST)] = 30.0,
+    stall_seconds: Annotated[float, typer.Option(help="What a save holds training up.", rich_help_panel=_COST)] = 1.0,
+    step_seconds: Annotated[float, typer.Option(help="Step of the full mesh.", rich_help_panel=_COST)] = 6.2,
+    interval_seconds: Annotated[float, typer.Option(help="Fixed interval; 0: the optimum.", rich_help_panel=_COST)] = 0.0,
+    constants: Annotated[Path | None, typer.Option(help="TOML with other delays (docs/simulator.md).", rich_help_panel=_COST)] = None,
+    journal: Annotated[Path | None, typer.Option(help="Write every turn as a line of JSON.", rich_help_panel=_RUN)] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write lost time by phase as a picture.", rich_help_panel=_RUN)] = None,
+    json: Json = False,
+) -> None:
+    """Goodput of a policy on a failure trace, by the production decision core in virtual time."""
+    flags: dict[str, Any] = dict(locals())
+    from regrow.supervisor.sim import answer, show
+
+    request = _request(flags)
+    document = answer.compare(request) if compare else answer.answer(request)
+    if svg is not None:
+        show.svg(document, svg)
+
+    def human() -> None:
+        for line in show.text(document):
+            typer.echo(line)
+
+    emit(document, as_json=json, human=human)
+
+
+def _request(flags: dict[str, Any]) -> Any:
+    from regrow.ids import MeshShape
+    from regrow.supervisor.sim import answer, constants, faults
+    from regrow.supervisor.sim.setup import LLAMA3_RATE, Setup
+
+    trace = flags["trace"] or ""
+    if trace and flags["rate_per_gpu_hour"] is not None:
+        raise ConfigurationError("a trace and a rate are given", where="--trace, --rate-per-gpu-hour", hint="give one of the two")
+    if trace and flags["chaos"]:
+        raise ConfigurationError("a trace and chaos are given", where="--trace, --chaos", hint="give one of the two")
+    days = flags["days"]
+    if days is None and trace not in ("", "llama3"):
+        hours = faults.last_hours(Path(trace))
+        days = math.ceil(hours) / 24.0 if hours > 0 else None
+    setup = Setup(
+        constants=constants.load(flags["constants"]),
+        nodes=flags["nodes"],
+        gpus_per_node=flags["gpus_per_node"],
+        days=54.0 if days is None else days,
+        policy=flags["policy"],
+        rate_per_gpu_hour=LLAMA3_RATE if flags["rate_per_gpu_hour"] is None else flags["rate_per_gpu_hour"],
+        save_seconds=flags["save_seconds"],
+        stall_seconds=flags["stall_seconds"],
+        step_seconds=flags["step_seconds"],
+        interval_seconds=flags["interval_seconds"],
+        mesh=MeshShape.parse(flags["mesh"]) if flags["mesh"] else None,
+    )
+    return answer.check_request(
+        answer.Request(
+            setup=setup,
+            trace=trace,
+            shape=flags["shape"],
+            rack=flags["rack_size"],
+            rack_share=flags["rack_share"],
+            chaos=flags["chaos"],
+            seeds=flags["seeds"],
+            first_seed=flags["seed"],
+            journal=flags["journal"],
+            replay=_replay(flags),
+        )
+    )
+
+
+def _replay(flags: dict[str, Any]) -> str:
+    """The command line that repeats one seed, with its journal."""
+    words = ["regrow simulate"]
+    for name in ("nodes", "gpus_per_node", "days", "mesh", "rate_per_gpu_hour", "trace", "shape", "rack_size", "rack_share", "policy"):
+        value = flags[name]
+        if value not in (None, 0, 0.0):
+            words.append(f"--{name.replace('_', '-')} {value}")
+    for name in ("save_seconds", "stall_seconds", "step_seconds", "interval_seconds", "constants"):
+        value = flags[name]
+        if value not in (None, 0.0):
+            words.append(f"--{name.replace('_', '-')} {value}")
+    if flags["chaos"]:
+        words.append("--chaos")
+    return " ".join([*words, "--seeds 1 --seed {seed} --journal seed-{seed}.jsonl"])
