@@ -11,6 +11,8 @@ import typer
 from regrow.cli.output import Json, emit
 from regrow.errors import ConfigurationError
 
+_SHORT = {"rendezvous": "rendez.", "first_step": "1st step"}
+
 
 def register(app: typer.Typer) -> None:
     """Add `demo`."""
@@ -61,15 +63,15 @@ def _print(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(file=sys.stdout)
-    phases = [name for incident in result["incidents"] for name in incident.get("phases", {})]
-    table = Table(title="Recoveries (seconds)", title_justify="left")
-    table.add_column("incident")
-    for name in dict.fromkeys(phases):
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("total", justify="right")
+    names = list(dict.fromkeys(name for incident in result["incidents"] for name in incident.get("phases", {})))
+    table = Table(title="Recoveries (seconds)", title_justify="left", box=None, pad_edge=False)
+    table.add_column("fault", no_wrap=True)
+    table.add_column("node", no_wrap=True)
+    for name in [*names, "total"]:
+        table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
     for incident in result["incidents"]:
-        cells = [f"{incident.get('phases', {}).get(name, 0.0):.2f}" for name in dict.fromkeys(phases)]
-        table.add_row(f"{incident['kind']} {incident.get('node', '')}", *cells, f"{incident.get('seconds') or 0:.2f}")
+        cells = [f"{incident.get('phases', {}).get(name, 0.0):.2f}" for name in names]
+        table.add_row(str(incident["kind"]), str(incident.get("node", "")), *cells, f"{incident.get('seconds') or 0:.2f}")
     console.print(table)
     for check in result["checks"]:
         console.print(
