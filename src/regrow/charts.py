@@ -21,7 +21,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1, h2 { line-height: 1.2; } h2 { margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-td:first-child, th:first-child { text-align: left; }
+td:first-child, th:first-child, td.text, th.text { text-align: left; }
 svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
 .axis { stroke: var(--line); stroke-width: 1; } .curve { fill: none; stroke-width: 2; } pre { overflow-x: auto; }
 .good { color: var(--good); } .bad { color: var(--bad); } .soft { color: var(--soft); } .warning { border-left: 4px solid #d97706; padding-left: .8rem; }
@@ -111,10 +111,19 @@ def stacks(rows: Mapping[str, Mapping[str, float]], *, label: str, unit: str = "
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """An HTML table; cells are escaped."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    """An HTML table; cells are escaped. Columns of text stand left, columns of numbers right."""
+    right = [all(_is_number(row[column]) for row in rows) and bool(rows) for column in range(len(header))]
+    kinds = ["" if number else " class=text" for number in right]
+    head = "".join(f"<th{kind}>{html.escape(cell)}</th>" for kind, cell in zip(kinds, header, strict=True))
+    cells = ("".join(f"<td{kind}>{html.escape(str(cell))}</td>" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _is_number(cell: object) -> bool:
+    """A number, perhaps with a unit after it, or nothing."""
+    first = str(cell).split(" ")[0]
+    return not first or first.replace(".", "", 1).lstrip("-").isdigit()
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:

@@ -39,4 +39,10 @@ def test_page_is_one_document() -> None:
     assert page.startswith("<!doctype html>")
     assert "&lt;x&gt;" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    ET.fromstring("<t>" + charts.table(("a",), [("b",)]) + "</t>")
+    ET.fromstring("<t>" + charts.table(("a",), [(1,)]) + "</t>")
+
+
+def test_text_stands_left_and_numbers_right() -> None:
+    drawn = charts.table(("name", "mesh", "seconds"), [("a", "dp=2", "3.5 s"), ("b", "dp=3", "")])
+    assert drawn.count("<th class=text>") == 2
+    assert "<td>3.5 s</td>" in drawn

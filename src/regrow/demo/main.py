@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import shutil
 import time
 from collections.abc import Sequence
@@ -151,7 +152,7 @@ def _judge(
         "seed": options.seed,
         "summary": (
             f"{comparison.steps} steps, {comparison.lost_steps} computed again, {len(incidents)} incidents, "
-            f"meshes {' - '.join(dict.fromkeys(comparison.meshes))}"
+            f"meshes {' - '.join(mesh for mesh, _ in itertools.groupby(comparison.meshes))}"
         ),
         "checks": checks,
         "faults": [_fault(fault, incidents) for fault in injected],

@@ -97,6 +97,7 @@ class LocalCluster:
         await self._start_child(self._supervisor_recipe())
         await asyncio.gather(*(self.start_node(node) for node in self.plan.node_names()))
         await self._until_leading()
+        await self._until_joined()
 
     async def stop(self, grace_seconds: float = 5.0) -> None:
         """Stop agents (their workers with them), the supervisor, the store; then make sure that nothing is left."""
@@ -223,6 +224,16 @@ class LocalCluster:
                 )
             await asyncio.sleep(0.05)
         await self.api.get("/v1/status")
+
+    async def _until_joined(self, limit_seconds: float = 60.0) -> None:
+        """All agents of this machine are connected: a job that starts now gets all of them."""
+        deadline = time.monotonic() + limit_seconds
+        wanted = set(self.plan.node_names())
+        while wanted - {node["node"] for node in (await self.api.get("/v1/nodes"))["nodes"] if node.get("connected")}:
+            self._complain_about_deaths()
+            if time.monotonic() > deadline:
+                raise OperationalError("an agent did not connect in time", where=str(self.root / "nodes"), hint="read the logs there")
+            await asyncio.sleep(0.05)
 
     def _complain_about_deaths(self) -> None:
         for name, child in self.children.items():
