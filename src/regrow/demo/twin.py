@@ -11,7 +11,7 @@ from pathlib import Path
 from regrow.errors import OperationalError
 from regrow.ids import MeshShape
 
-SECOND_MESH = MeshShape(dp=1, tp=2, pp=1)
+SECOND_MESH = MeshShape(dp=2, tp=1, pp=1)
 """The second fresh run: what differs between it and the twin is rounding, and sets the tolerance of the final state."""
 
 
