@@ -69,6 +69,9 @@ class Shim:
         signal.signal(signal.SIGCHLD, _no_action)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        for number in (signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is signal.SIG_IGN:  # from nohup: a cold start would hand it on to the worker
+                signal.signal(number, signal.SIG_DFL)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(wake_read, selectors.EVENT_READ, lambda: _drain(wake_read))
         if lifeline is not None:
