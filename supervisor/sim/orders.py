@@ -30,13 +30,16 @@ class Orders:
 
     def dispatch(self, leader: Leader, result: Turn) -> None:
         """Carry out what a turn decided, as effects.Effects does."""
+        decided = self._world.now
         starts: list[a.StartMember] = []
         stops: list[a.StopWorkers] = []
         for seq, action in result.actions:
             match action:
                 case a.RecordGeneration():
                     self._decided(leader)
-                    self._world.loop.after(self._world.draw("record"), lambda seq=seq, action=action: self._record(leader, seq, action))
+                    self._world.loop.after(
+                        self._world.draw("record"), lambda seq=seq, action=action: self._record(leader, seq, action, decided)
+                    )
                 case a.StartMember():
                     starts.append(action)
                 case a.StopWorkers():
@@ -124,7 +127,7 @@ class Orders:
                 self._world.ended = action.reason
         self._write(leader, lambda: self._set_ledger(action.ledger))
 
-    def _record(self, leader: Leader, seq: int, action: a.RecordGeneration) -> None:
+    def _record(self, leader: Leader, seq: int, action: a.RecordGeneration, decided: float) -> None:
         spec = action.spec
 
         def failed(reason: str, *, fenced: bool) -> e.ActionFailed:
@@ -135,7 +138,7 @@ class Orders:
         if not leader.alive:
             return
         if leader.paused:
-            leader.stuck.append(lambda: self._record(leader, seq, action))
+            leader.stuck.append(lambda: self._record(leader, seq, action, decided))
             return
         if not self._world.store.up:
             self._world.loop.after(_RECORD_SECONDS, lambda: leader.post(failed("the store does not answer", fenced=False)))
@@ -145,7 +148,7 @@ class Orders:
             leader.post(failed("this term is over", fenced=True))
             leader.end()
             return
-        self._world.checkers.restore_point(self._world.now, spec, self._world.store.checkpoints.values(), self._world.store.unusable)
+        self._world.checkers.restore_point(self._world.now, spec, self._world.store.known_at(decided), self._world.store.unusable)
         leader.known_revision = self._world.store.revision
         self._world.num_generations += 1
         if not self._world.training:

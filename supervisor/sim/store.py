@@ -46,6 +46,12 @@ class SimStore:
         """Steps that nobody should go back to."""
         return self.corrupt | self.damaged
 
+    def known_at(self, at: float) -> list[wire.CheckpointRecord]:
+        """Records of now that were there at that instant. One that is committed between a decision and its record is lost work:
+        the record compares the generation, not the checkpoints."""
+        later = {commit.step for commit in self.log[-16:] if commit.record is not None and commit.at > at}
+        return [record for step, record in self.checkpoints.items() if step not in later]
+
     def come_up(self, now: float) -> None:
         """It answers again."""
         self.up, self.up_since = True, now

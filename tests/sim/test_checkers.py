@@ -74,15 +74,20 @@ def test_a_record_without_the_comparison(small) -> None:
 
 
 def with_old_orders():
-    """A turn after which the orders to start of all earlier generations are sent once more, after the new ones."""
-    sent: list[tuple[int, a.Action]] = []
+    """A turn that, once a later generation has begun to start, sends the orders of the first one again."""
+    sent: dict[int, list[tuple[int, a.Action]]] = {}
+    began: dict[int, float] = {}
 
     def decide(view, events, policy, now):
         result = turn(view, events, policy, now)
-        starts = [(seq, action) for seq, action in result.actions if isinstance(action, a.StartMember)]
-        again = tuple(sent) if starts else ()
-        sent.extend(starts)
-        return msgspec.structs.replace(result, actions=(*result.actions, *again))
+        for seq, action in result.actions:
+            if isinstance(action, a.StartMember):
+                sent.setdefault(action.generation, []).append((seq, action))
+                began.setdefault(action.generation, now)
+        newest = max(began, default=0)
+        if newest < 2 or now < began[newest] + 1.0 or 1 not in sent:
+            return result
+        return msgspec.structs.replace(result, actions=(*result.actions, *sent.pop(1)))
 
     return decide
 
