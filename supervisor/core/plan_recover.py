@@ -149,7 +149,7 @@ def _charge(job: JobView, generation: GenerationView, seed: IncidentSeed, main: 
     )
 
 
-_PERMANENT = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
+_PERMANENT = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError", symptoms.WRONG_USAGE)
 """Errors of the program text: a restart cannot help."""
 
 

@@ -13,6 +13,9 @@ from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Membe
 
 RESTORE_FAILED_EXIT = 75
 """Exit code of a worker that could not load the restore point: its reason comes as a message of its own."""
+USAGE_EXIT = 2
+"""Exit code of argparse, click and shells for wrong usage: no restart cures that."""
+WRONG_USAGE = f"left with {USAGE_EXIT}, wrong usage of the script"
 _SIGKILL, _SIGABRT = 9, 6
 
 _LOST_PEER = re.compile(
@@ -129,6 +132,8 @@ def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> 
         return change(base, text=f"lost a peer: {last[:200]}", explains=False, traceback="")
     if ended.error:
         return change(base, cause="program", text=last[:300])
+    if ended.exit_code == USAGE_EXIT:
+        return change(base, cause="program", text=f"{WRONG_USAGE}: its words are in rank{ended.rank}.out")
     return change(base, text=f"left with {ended.exit_code} and no traceback")
 
 

@@ -207,3 +207,10 @@ def test_second_run_in_one_folder_is_refused(launch: Callable[..., Run], tmp_pat
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
     assert first.gone(2.0) == []
+
+
+def test_wrong_arguments_of_the_script_are_not_restarted(launch: Callable[..., Run]) -> None:
+    run = launch("--local", "1", "--nproc-per-node", "2", "--job", "usage", str(PLAIN), "--no-such-flag")
+    assert run.wait() == 1
+    assert run.result()["generation"] == 1, run.story()
+    assert "wrong usage" in run.result()["outcome"]["reason"]
