@@ -11,7 +11,6 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 from regrow.supervisor.sim import faults, models
-from regrow.supervisor.sim.accounts import LOST
 from regrow.supervisor.sim.checkers import SafetyError
 from regrow.supervisor.sim.faults import Fault
 from regrow.supervisor.sim.journal import Head
@@ -214,9 +213,6 @@ def compare(request: Request) -> dict[str, Any]:
         for row in rows
     ]
     document["best_policy"] = best["policy"]
+    pool = [text for row in rows if row["policy"] == "fixed-world" for text in row["warnings"] if "pool" in text]
+    document["warnings"] = list(dict.fromkeys([*chosen["warnings"], *pool]))
     return document
-
-
-def lost_names() -> tuple[str, ...]:
-    """Names of lost time, in the order of the output."""
-    return LOST

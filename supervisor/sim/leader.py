@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 TurnFunction = Callable[[View, tuple[e.Event, ...], Policy, float], Turn]
 _change = msgspec.structs.replace
-_TOLD_CHECKPOINTS = 3
 
 
 class Shared:
@@ -198,7 +197,7 @@ class Leader:
         self._log_index = len(self.world.store.log)
         known = set(self.view.jobs[JOB].checkpoints)
         there = self.world.store.checkpoints
-        fresh = [commit for commit in log if commit.record is not None and there.get(commit.step) == commit.record][-_TOLD_CHECKPOINTS:]
+        fresh = [commit for commit in log if commit.record is not None and there.get(commit.step) == commit.record]
         found: list[e.Event] = [committed(commit.at, commit.record) for commit in fresh if commit.record is not None]
         gone = sorted(step for step in known if step not in there)
         return found + [e.CheckpointGone(at=self.world.now, job=JOB, step=step) for step in gone]

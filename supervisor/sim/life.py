@@ -63,8 +63,9 @@ class Life:
             return False
         if not world.nodes[run.spec.committing_node].up:
             return True
-        done = world.store.commit(max(save.due_at, world.store.up_since), run.spec, run.revision, save.step, world.setup.keep)
-        if done and run.diverged_at is not None and save.step >= run.diverged_at:
+        clean = run.diverged_at is None or save.step < run.diverged_at
+        at = max(save.due_at, world.store.up_since)
+        if world.store.commit(at, run.spec, run.revision, save.step, world.setup.keep, clean=clean) and not clean:
             world.store.corrupt.add(save.step)
         return True
 

@@ -52,6 +52,11 @@ class Node:
             return f"generation {generation} is not above {max(self.generation, self.stopped)}, which this node has seen"
         return ""
 
+    @property
+    def host(self) -> str:
+        """The machine behind the name: fences are on its disk and go with it."""
+        return f"{self.name}/{self.part}"
+
     def devices(self) -> tuple[str, ...]:
         """UUIDs of the GPUs that are there now; none in large clusters, where hardware is known by its host."""
         return (f"GPU-{self.index:05d}-{self.part}",) if self._named else ()

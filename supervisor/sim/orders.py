@@ -173,7 +173,7 @@ class Orders:
             if refusal:
                 leader.post(e.StartWasRefused(at=self._world.now, node=node.name, job=JOB, generation=number, reason=refusal, fenced=True))
                 continue
-            self._world.checkers.obeyed(self._world.now, node.name, epoch, number, "start")
+            self._world.checkers.obeyed(self._world.now, node.host, epoch, number, "start")
             self.kill(node)
             node.epoch, node.generation, node.running = max(node.epoch, epoch), number, number
             node.exits, node.told = (), ()
@@ -223,7 +223,7 @@ class Orders:
             node = self._world.nodes[order.node]
             if not (node.up and node.agent) or node.name in self._world.cut or leader.epoch < node.epoch:
                 continue
-            self._world.checkers.obeyed(self._world.now, node.name, leader.epoch, order.generation, "stop")
+            self._world.checkers.obeyed(self._world.now, node.host, leader.epoch, order.generation, "stop")
             node.epoch = max(node.epoch, leader.epoch)
             node.stopped = max(node.stopped, order.generation)
             if node.running and node.running <= order.generation:

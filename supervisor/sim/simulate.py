@@ -12,7 +12,6 @@ import msgspec
 
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
-from regrow.supervisor.sim import models
 from regrow.supervisor.sim.accounts import LOST, Summary
 from regrow.supervisor.sim.faults import Fault
 from regrow.supervisor.sim.inject import Injector
@@ -145,8 +144,3 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def mean_lost(results: Sequence[Result]) -> dict[str, float]:
     """Mean over seeds of lost seconds by phase."""
     return {name: sum(result.summary.lost_seconds[name] for result in results) / len(results) for name in LOST}
-
-
-def build(setup: Setup) -> Workload:
-    """The job of a setup."""
-    return models.build(setup)

@@ -83,8 +83,17 @@ class SimStore:
         """The comparison of a commit: the generation key has not changed since the generation started."""
         return revision == self.revision
 
-    def commit(self, now: float, spec: wire.GenerationSpec, revision: int, step: int, keep: int) -> bool:
-        """The committing agent's transaction, and its retention."""
+    def commit(self, now: float, spec: wire.GenerationSpec, revision: int, step: int, keep: int, *, clean: bool) -> bool:
+        """The committing agent's transaction, and its retention.
+
+        Args:
+            now: instant of the transaction.
+            spec: the generation that saved.
+            revision: of the generation record when it started.
+            step: what is saved.
+            keep: newest usable checkpoints that stay; the restore point and the newest verified one stay, too (agent/cleaning.py).
+            clean: replicas agreed at this step: digests are compared where a save is taken.
+        """
         if not self.fence_holds(revision):
             return False
         self._checkers.committed(now, spec, step, current=self.generation)
@@ -94,13 +103,16 @@ class SimStore:
             epoch=spec.epoch,
             directory=f"step-{step:012d}-g{spec.generation}",
             record_digest=f"{step:x}-{spec.generation:x}",
+            evidence=("replica_consistent",) if clean else (),
         )
         self.corrupt.discard(step)
         self.damaged.discard(step)
         self.checkpoints[step] = record
         self.log.append(Commit(at=now, step=step, record=record))
         usable = sorted(found for found, item in self.checkpoints.items() if not item.damaged)
-        for old in usable[:-keep]:
+        verified = max((found for found in usable if self.checkpoints[found].evidence), default=-1)
+        start = spec.restore.step if spec.restore is not None else -1
+        for old in [found for found in usable[:-keep] if found not in (verified, start)]:
             del self.checkpoints[old]
             self.log.append(Commit(at=now, step=old, record=None))
         return True
