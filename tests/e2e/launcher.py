@@ -114,7 +114,7 @@ class Run:
             connection.settimeout(20)
             connection.connect(str(self.root / "nodes" / node / "agent.sock"))
             connection.sendall(json.dumps({"type": "inject", "kind": kind, "rank": rank}).encode() + b"\n")
-            return json.loads(connection.makefile().readline())
+            return json.loads(connection.makefile().readline() or "{}")  # an agent that killed itself does not answer
 
     def story(self) -> str:
         """Ends of all logs, for a failed test."""

@@ -89,7 +89,7 @@ def assert_like_twin(found: dict[int, float], twin: dict[int, float], steps: int
 
 def test_unmodified_script_survives_the_kill_of_a_worker(launch: Callable[..., Run], tmp_path: Path) -> None:
     snapshot = tmp_path / "ddp.pt"
-    run = launch("--local", "2", "--nproc-per-node", "1", "--job", "plain", str(PLAIN), "--steps", "3000", "--checkpoint", str(snapshot))
+    run = launch("--local", "2", "--nproc-per-node", "1", "--job", "plain", str(PLAIN), "--steps", "300", "--checkpoint", str(snapshot))
     run.until(snapshot.exists, "a snapshot")
     assert run.inject("n1", "kill_worker")["done"]
     run.until(lambda: (run.job("plain").get("generation") or 0) >= 2, "a second generation")
