@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+
 import msgspec
 
 from regrow import wire
 from regrow.supervisor.core.view import CheckpointView, JobView
+
+START_OVER_SECONDS = 600.0
+"""After a corruption that no checkpoint predates, a run that is no longer than this starts over; a longer one asks."""
 
 VERIFIED = ("replica_consistent", "read_back", "replay_clean")
 
@@ -38,7 +43,10 @@ def choose(job: JobView, damaged: dict[int, str], *, verified_only: bool = False
         note = ", which nothing has verified" if verified_only else ""
         return Choice(point=_point(items[0]), reason=f"step {items[0].step}{note}")
     ruled_out = len(job.checkpoints) + job.num_damaged
-    if ruled_out and not job.spec.checkpoint.fresh_start and not verified_only:
+    lost_seconds = job.frontier * statistics.median(job.step_seconds or (0.0,))
+    if verified_only and lost_seconds <= START_OVER_SECONDS:
+        return Choice(reason=f"from step 0: no checkpoint before the corruption, and all {job.frontier} steps cost {lost_seconds:.0f} s")
+    if ruled_out and not job.spec.checkpoint.fresh_start:
         reasons = {step: damaged.get(step) or item.damaged for step, item in sorted(job.checkpoints.items())}
         detail = "; ".join(f"step {step}: {why}" for step, why in reasons.items())
         return Choice(
