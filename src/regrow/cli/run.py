@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from regrow.cli import remote
 from regrow.cli.output import Json, emit, say
 from regrow.errors import ConfigurationError
 
@@ -39,8 +40,9 @@ def run(
     hang_seconds: Annotated[float, typer.Option(help="Limit for a step without progress; 0: learned.")] = 0.0,
     preload: Annotated[str, typer.Option(help="Modules that warm workers have imported, comma separated.")] = "",
     cold: Annotated[bool, typer.Option(help="Start workers cold instead of forking warm ones.")] = False,
-    supervisor: Annotated[str, typer.Option(help="URL of a running cluster's supervisor.", envvar="REGROW_SUPERVISOR")] = "",
-    store: Annotated[str, typer.Option(help="Store URL of a running cluster.", envvar="REGROW_STORE")] = "",
+    supervisor: remote.Address = "",
+    store: remote.StoreUrl = "",
+    cluster: remote.Cluster = "local",
     plain: Annotated[bool, typer.Option(help="No live table.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -83,6 +85,6 @@ def run(
     if nodes:
         code, document = asyncio.run(jobs.run_local(spec, request, plain=plain or as_json))
     else:
-        code, document = asyncio.run(jobs.run_remote(spec, supervisor, store, plain=plain or as_json))
+        code, document = asyncio.run(jobs.run_remote(spec, remote.find(supervisor, store, cluster), plain=plain or as_json))
     emit(document, as_json=as_json, human=lambda: say(jobs.closing_line(document)))
     raise typer.Exit(code)

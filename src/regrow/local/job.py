@@ -208,21 +208,14 @@ async def run_local(spec: wire.JobSpec, request: Request, *, plain: bool) -> tup
             return await _run(cluster.api, spec, view)
 
 
-async def run_remote(spec: wire.JobSpec, supervisor: str, store: str, *, plain: bool) -> tuple[int, dict[str, Any]]:
-    """Submit to a running cluster and follow."""
-    address = supervisor or await _leader_address(store)
-    api = SupervisorClient(lambda: address.rstrip("/"))
+async def run_remote(spec: wire.JobSpec, supervisor: str, *, plain: bool) -> tuple[int, dict[str, Any]]:
+    """Submit to the cluster whose supervisor is at this URL, and follow."""
+    api = SupervisorClient(lambda: supervisor)
     try:
         with LiveView(title=f"job {spec.job}", plain=plain) as view:
             return await _run(api, spec, view)
     finally:
         await api.close()
-
-
-async def _leader_address(store: str) -> str:
-    raise ConfigurationError(
-        "finding the supervisor through the store needs its cluster name", where=f"--store {store}", hint="use --supervisor URL"
-    )
 
 
 async def _run(api: SupervisorClient, spec: wire.JobSpec, view: LiveView) -> tuple[int, dict[str, Any]]:
