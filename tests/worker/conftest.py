@@ -270,11 +270,21 @@ class World:
         return (self.folder / f"g{generation}" / f"rank{rank}.out").read_text()
 
     def close(self) -> None:
+        self._tell()
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.wait(20)
         self._store = None
+
+    def _tell(self) -> None:
+        """What became of the ranks, for the report of a test that failed: their logs, and the stacks of those that live."""
+        living = [process for process in self.processes if process.poll() is None]
+        for process in living:
+            stack = Path(f"/proc/{process.pid}/wchan")
+            sys.stdout.write(f"pid {process.pid} lives, waits in {stack.read_text() if stack.exists() else '?'}\n")
+        for path in sorted(self.folder.glob("g*/rank*.out")):
+            sys.stdout.write(f"--- {path.parent.name}/{path.name}\n{path.read_text(errors='replace')[-1500:]}\n")
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,10 @@ def main() -> None:
         "skipped": run._loop.num_skipped_saves,
         "mesh": run.mesh_shape.__str__(),
     }
-    Path(os.environ["OUTPUT"]).write_text(json.dumps(result))
+    output = Path(os.environ["OUTPUT"])
+    part = output.with_name(f"{output.name}.{os.getpid()}")  # ranks of a plain torchrun share the name: whole or not at all
+    part.write_text(json.dumps(result))
+    part.replace(output)
 
 
 if __name__ == "__main__":
