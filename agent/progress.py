@@ -75,8 +75,7 @@ class ProgressWriter:
         needed = self._offset + SLOT_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(descriptor).st_size < needed:
-                os.ftruncate(descriptor, needed)
+            os.posix_fallocate(descriptor, 0, needed)  # longer, never shorter: the ranks of a node may come here at once
             self._map = mmap.mmap(descriptor, needed)
         finally:
             os.close(descriptor)
