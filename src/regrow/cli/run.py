@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -47,8 +48,6 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a training script under supervision: restarted, re-planned and resumed when parts break."""
-    import asyncio
-
     from regrow.local import job as jobs
 
     nodes = 1 if standalone and not local else local
