@@ -366,6 +366,8 @@ class Beat(_Message, frozen=True, kw_only=True, tag="beat"):
     generation: int = 0
     progress: tuple[RankProgress, ...] = ()
     spare_store: str = ""
+    memory_ratio: float = 0.0
+    """Memory in use on the node's fullest GPU, as a share; 0: not known."""
 
 
 class GenerationPhase(_Message, frozen=True, kw_only=True, tag="generation_phase"):
@@ -588,6 +590,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     hardware_id: str = ""
     capabilities: tuple[str, ...] = ()
+    metrics_address: str = ""
+    """host:port of the agent's /metrics as peers can reach it; empty: it serves none."""
     version: int = PROTOCOL_VERSION
 
 
