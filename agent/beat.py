@@ -110,6 +110,11 @@ class BeatConnection:
         """Messages that wait for a leader."""
         return len(self._outbox)
 
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were given up because too many waited."""
+        return self._outbox.num_dropped
+
     def set_leader(self, leader: wire.LeaderRecord) -> None:
         """Whoever leads by the store. Another address or term replaces the connection."""
         if leader == self._leader:

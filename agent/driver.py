@@ -292,6 +292,7 @@ class Agent:
         self.beat.beat_soon()
 
     def _said(self, message: Any) -> None:
+        self.metrics.workers.said(message)
         self.feed(m.Said(message))
 
     async def _inject(self, request: chaos.Inject) -> chaos.Injected:

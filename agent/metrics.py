@@ -1,37 +1,42 @@
-"""Host metrics of a node and its /metrics page, on a loopback port, without a thread."""
+"""The agent's /metrics page, on a loopback port by default, without a thread: written anew at each scrape."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from typing import TYPE_CHECKING
 
 import psutil
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from regrow import telemetry
+from regrow.agent import metrics_page
+from regrow.agent.worker_metrics import WorkerMetrics
+from regrow.telemetry import Page
 
 if TYPE_CHECKING:
     from regrow.agent.driver import Agent
 
-_log = logging.getLogger("regrow.agent.metrics")
-
-_EVERY_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
+"""How often the loop is asked whether it is late."""
+_CPU_LOOKS = 10
 _REQUEST_SECONDS = 5.0
+_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104  # compared, not bound
 
 
 class AgentMetrics:
-    """Gauges of the group `agent`, refreshed every few seconds, served as text."""
+    """Host, GPUs, the agent itself, and the workers through it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.registry = CollectorRegistry()
-        self._gauges = telemetry.build("agent", self.registry)
-        self._xids: dict[tuple[str, int], int] = {}
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        self.workers = WorkerMetrics()
         self._server: asyncio.Server | None = None
+        self._cpu_ratio = 0.0
+        self._lag_seconds = 0.0
         self.address = ""
+        """host:port as bound; empty: not served."""
 
     async def start(self) -> None:
         """Bind the port, when there is one."""
@@ -41,52 +46,43 @@ class AgentMetrics:
         self._server = await asyncio.start_server(self._serve, host.strip("[]"), int(port))
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
+    def reachable_at(self, host: str) -> str:
+        """host:port for who scrapes: where it is bound, or this host's address when it is bound everywhere."""
+        bound, _, port = self.address.rpartition(":")
+        return f"{host}:{port}" if bound.strip("[]") in _ANYWHERE else self.address
+
     async def close(self) -> None:
         """Stop serving."""
         if self._server is not None:
             self._server.close()
 
     async def run(self) -> None:
-        """Refresh until cancelled."""
+        """Watch the loop's own delay and the CPU, until cancelled."""
         psutil.cpu_percent()
+        loop = asyncio.get_running_loop()
+        looks = 0
         while True:
-            self.refresh()
-            await asyncio.sleep(_EVERY_SECONDS)
+            due = loop.time() + _LOOK_SECONDS
+            await asyncio.sleep(_LOOK_SECONDS)
+            self._lag_seconds = max(self._lag_seconds, loop.time() - due)
+            looks += 1
+            if looks % _CPU_LOOKS == 0:
+                self._cpu_ratio = psutil.cpu_percent() / 100.0
 
-    def refresh(self) -> None:
-        """Read the host."""
-        agent = self._agent
+    def exposition(self) -> bytes:
+        """Prometheus text format."""
+        page, agent = Page(), self._agent
         node = agent.settings.node
+        metrics_page.put_agent(page, node, agent)
+        metrics_page.put_host(page, node, agent.settings.state, self._cpu_ratio)
+        metrics_page.put_gpus(page, node, agent.health)
+        page.put("regrow_agent_loop_lag_seconds", self._lag_seconds, node)
+        self._lag_seconds = 0.0
         local = agent.state.current
-        values = {
-            "regrow_agent_up": 1.0,
-            "regrow_agent_host_memory_available_bytes": float(psutil.virtual_memory().available),
-            "regrow_agent_host_cpu_ratio": psutil.cpu_percent() / 100.0,
-            "regrow_agent_host_disk_free_bytes": float(psutil.disk_usage(str(agent.settings.state)).free),
-            "regrow_agent_workers": float(len(local.live)) if local is not None else 0.0,
-        }
-        last = agent.beat.last_beat_at
-        if last is not None:
-            values["regrow_agent_beat_age_seconds"] = asyncio.get_running_loop().time() - last
-        for name, value in values.items():
-            self._gauges[name].labels(node=node).set(value)
-        self._refresh_devices(node)
-
-    def _refresh_devices(self, node: str) -> None:
-        """Series of GPUs that are gone are removed; a counter starts anew with its agent."""
-        sample = self._agent.health.sample()
-        temperatures = self._gauges["regrow_agent_gpu_temperature_celsius"]
-        temperatures.clear()
-        if sample is not None:
-            self._gauges["regrow_agent_probe_seconds"].labels(node=node).set(sample.seconds)
-            for one in sample.devices:
-                if one.temperature is not None:
-                    temperatures.labels(node=node, device=one.device.uuid).set(one.temperature)
-        for (uuid, code), count in self._agent.health.xids().items():
-            before = self._xids.get((uuid, code), 0)
-            if count > before:
-                self._gauges["regrow_agent_gpu_xids"].labels(node=node, device=uuid, xid=str(code)).inc(count - before)
-                self._xids[(uuid, code)] = count
+        if local is not None and local.live:
+            beat = agent.view.beat(0)
+            self.workers.put(page, node, local.job, local.generation, beat.progress)
+        return page.text() + generate_latest(self._process)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError):
@@ -95,7 +91,7 @@ class AgentMetrics:
                 while (await reader.readline()).strip():
                     pass
                 found = len(request) > 1 and request[0] == b"GET" and request[1].split(b"?")[0] == b"/metrics"
-                body = generate_latest(self.registry) if found else b"see /metrics\n"
+                body = self.exposition() if found else b"see /metrics\n"
                 status = b"200 OK" if found else b"404 Not Found"
                 kind = CONTENT_TYPE_LATEST.encode() if found else b"text/plain"
                 writer.write(

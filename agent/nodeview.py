@@ -98,6 +98,7 @@ class NodeView:
         local = self._agent.state.current
         if local is None or not local.live:
             return wire.Beat(seq=seq, spare_store=self.spare_store)
+        sample = self._agent.health.sample()
         words = {word.slot: word for word in read_progress(self._agent.paths.progress(local.job, local.generation))}
         now = time.monotonic_ns()
         progress = tuple(
@@ -111,7 +112,13 @@ class NodeView:
             for worker in local.order.workers
             if (word := words.get(worker.local_rank)) is not None and word.sequence
         )
-        return wire.Beat(seq=seq, generation=local.generation, progress=progress, spare_store=self.spare_store)
+        return wire.Beat(
+            seq=seq,
+            generation=local.generation,
+            progress=progress,
+            spare_store=self.spare_store,
+            memory_ratio=sample.memory_ratio() if sample is not None else 0.0,
+        )
 
     def status(self) -> wire.StatusRecord | None:
         """What this node runs; None before its first generation. The step is left out: it is no change by itself."""
@@ -148,6 +155,7 @@ class NodeView:
             devices=agent.health.devices(),
             hardware_id=self._hardware_id,
             capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
+            metrics_address=agent.metrics.reachable_at(settings.address),
         )
 
 

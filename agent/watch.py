@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from regrow.agent.config import AgentSettings
+from regrow.agent.health.history import History
 from regrow.agent.health.monitor import HealthMonitor
 from regrow.agent.health.sample import NodeSample
 from regrow.wire import Device, HealthVerdict
@@ -42,8 +44,12 @@ class HealthSource(Protocol):
         """The last look at the GPUs."""
         ...
 
-    def xids(self) -> dict[tuple[str, int], int]:
-        """XIDs seen, by GPU and code."""
+    def history(self) -> History:
+        """What is remembered: XIDs by GPU, open conditions."""
+        ...
+
+    def in_teardown(self) -> bool:
+        """Whether what is seen now may be a symptom of our own kill."""
         ...
 
     def note_kill(self) -> None:
@@ -78,9 +84,13 @@ class NoHealth:
         """None."""
         return None
 
-    def xids(self) -> dict[tuple[str, int], int]:
-        """None."""
-        return {}
+    def history(self) -> History:
+        """Nothing."""
+        return History()
+
+    def in_teardown(self) -> bool:
+        """Of no interest."""
+        return False
 
     def note_kill(self) -> None:
         """Of no interest."""
@@ -94,6 +104,7 @@ class MonitoredHealth:
 
     def __init__(self, monitor: HealthMonitor) -> None:
         self._monitor = monitor
+        self._killed_at: float | None = None
 
     def devices(self) -> tuple[Device, ...]:
         """GPUs as last seen; `prepare` has seen them first."""
@@ -121,13 +132,17 @@ class MonitoredHealth:
         """The last look at the GPUs."""
         return self._monitor.sample
 
-    def xids(self) -> dict[tuple[str, int], int]:
-        """XIDs seen, by GPU and code."""
-        devices = self._monitor.history.devices
-        return {(uuid, code): found.count for uuid, one in devices.items() for code, found in one.xids.items()}
+    def history(self) -> History:
+        """What is remembered: XIDs by GPU, open conditions."""
+        return self._monitor.history
+
+    def in_teardown(self) -> bool:
+        """Whether what is seen now may be a symptom of our own kill."""
+        return self._killed_at is not None and time.monotonic() < self._killed_at + _TEARDOWN_SECONDS
 
     def note_kill(self) -> None:
         """Symptoms of teardown are no faults."""
+        self._killed_at = time.monotonic()
         self._monitor.note_teardown(_TEARDOWN_SECONDS)
 
     def note_busy(self, busy: bool) -> None:

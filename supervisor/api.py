@@ -16,7 +16,7 @@ from starlette.routing import Route
 from regrow import wire
 from regrow.errors import ConfigurationError, OperationalError, RegrowError
 from regrow.store.base import Put, Store, StoreError
-from regrow.supervisor import documents
+from regrow.supervisor import discovery, documents
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.view import JobView, View
 from regrow.supervisor.effects import Cordon, Members
@@ -76,6 +76,7 @@ class Routes:
         table: list[tuple[str, str, Handler]] = [
             ("GET", "/healthz", self.healthz),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/v1/prometheus/targets", self.targets),
             ("GET", "/v1/status", self.status),
             ("GET", "/v1/jobs", self.jobs),
             ("POST", "/v1/jobs", self.submit),
@@ -119,7 +120,14 @@ class Routes:
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text format."""
         self._supervisor.refresh_metrics()
-        return Response(self._supervisor.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await asyncio.to_thread(self._supervisor.metrics.exposition)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def targets(self, _request: Request) -> Response:
+        """HTTP service discovery for Prometheus."""
+        supervisor = self._supervisor
+        groups = await discovery.targets(self._store(), supervisor.keys, supervisor.config.cluster, own=supervisor.http_address)
+        return _json(groups)
 
     async def status(self, _request: Request) -> Response:
         """The cluster."""

@@ -50,7 +50,7 @@ class Supervisor:
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.incarnation = os.urandom(8).hex()
         self.keys = Keys(config.cluster)
-        self.metrics = Metrics()
+        self.metrics = Metrics(policy)
         self.term: Term | None = None
         self.journal = Journal(Path(config.state) / "journal.sqlite" if config.state else None)
         self.store: Store | None = store
@@ -69,6 +69,7 @@ class Supervisor:
     def stop(self) -> None:
         """Resign and end."""
         self._stop.set()
+        self.metrics.stopping()
         if self.term is not None:
             self.term.end("stopped")
 
@@ -241,8 +242,7 @@ class Supervisor:
         if self.term is None:
             connection.close()
             return
-        if isinstance(message, wire.CheckpointChanged):
-            self.metrics.checkpoint(message.job, message.state, stall_seconds=message.stall_seconds, write_seconds=message.write_seconds)
+        self.metrics.said(connection.node, message)
         self.term.said(connection, message)
 
     def closed(self, connection: Connection, reason: str) -> None:

@@ -119,3 +119,12 @@ class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
     def lost_uuids(self) -> tuple[str, ...]:
         """UUIDs of GPUs that answered as lost."""
         return tuple(one.device.uuid for one in self.devices if one.lost)
+
+    def memory_ratio(self) -> float:
+        """Memory in use on the fullest GPU, as a share; 0 where nothing is known."""
+        shares = (
+            one.memory_used_bytes / one.device.memory_bytes
+            for one in self.devices
+            if one.memory_used_bytes is not None and one.device.memory_bytes > 0
+        )
+        return max(shares, default=0.0)

@@ -127,11 +127,11 @@ async def test_series_of_what_is_gone_are_removed(cluster: Cluster) -> None:
     metrics.view(cluster.leader.term.view, cluster.leader.now())
     text = metrics.exposition().decode()
     assert 'regrow_node_healthy{node="n0"} 1.0' in text
-    assert "regrow_goodput_ratio" in text
+    assert "regrow_ettr_ratio{" in text
     metrics.view(View(), cluster.leader.now())
     text = metrics.exposition().decode()
     assert 'node="n0"' not in text
-    assert 'job="train"' not in text
+    assert 'job_name="train"' not in text
 
 
 def test_configuration_errors_come_before_any_effect(tmp_path: Path) -> None:

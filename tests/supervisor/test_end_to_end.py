@@ -91,7 +91,7 @@ async def test_api_speaks_for_the_job(cluster: Cluster) -> None:
         bad = await client.post("/v1/jobs", content=b"{}")
         assert bad.status_code == 400
         metrics = (await client.get("/metrics")).text
-        assert 'regrow_step{job="train"} 1.0' in metrics
+        assert 'regrow_step{job_name="train"} 1.0' in metrics
         events = (await client.get("/v1/events", params={"job": "train"})).json()["events"]
         assert "record_generation" in [event["kind"] for event in events]
         where = (await client.get("/v1/jobs/train/where", params={"rank": 3})).json()
