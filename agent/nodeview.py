@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from regrow import wire
 from regrow.agent.progress import Progress, read_progress
 from regrow.agent.protocol import StoreState
-from regrow.agent.roster import process_state
+from regrow.agent.roster import cpu_seconds, process_state
 
 if TYPE_CHECKING:
     from regrow.agent.driver import Agent
+    from regrow.agent.machine import Local
 
 _QUIET_SECONDS = 1.0
 """A word that has not changed for so long makes the agent look at the process itself."""
@@ -117,8 +118,21 @@ class NodeView:
             generation=local.generation,
             progress=progress,
             spare_store=self.spare_store,
+            cpu_seconds=self._cpu_seconds(local, words, now),
             memory_ratio=sample.memory_ratio() if sample is not None else 0.0,
         )
+
+    @staticmethod
+    def _cpu_seconds(local: Local, words: dict[int, Progress], now_ns: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for worker in local.order.workers:
+            pid = local.pids.get(worker.rank)
+            if pid is None or worker.rank not in local.live or not _quiet(words.get(worker.local_rank), now_ns):
+                continue
+            used = cpu_seconds(pid)
+            if used is not None:
+                found[worker.rank] = used
+        return found
 
     def status(self) -> wire.StatusRecord | None:
         """What this node runs; None before its first generation. The step is left out: it is no change by itself."""
@@ -157,6 +171,11 @@ class NodeView:
             capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
             metrics_address=agent.metrics.reachable_at(settings.address),
         )
+
+
+def _quiet(word: Progress | None, now_ns: int) -> bool:
+    """No word, none written yet, or one that has not changed for a while."""
+    return word is None or not word.sequence or word.age_seconds(now_ns) >= _QUIET_SECONDS
 
 
 def _phase(word: Progress, now_ns: int) -> str:

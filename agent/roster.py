@@ -29,6 +29,16 @@ def process_state(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]
 
 
+def cpu_seconds(pid: int) -> float | None:
+    """User and system time that all threads of a process have used, in seconds; None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children_of(pid: int) -> list[int]:
     """Pids of the direct children of a process, zombies included."""
     found: list[int] = []
@@ -45,11 +55,12 @@ def children_of(pid: int) -> list[int]:
 
 
 class Roster:
-    """Generations by (job, generation), each with its process group."""
+    """Generations by (job, generation), and the process group of each worker: one that was kept over a change of
+    generation stays in the group that it was started in."""
 
     def __init__(self) -> None:
         self._generations: dict[tuple[str, int], GenerationState] = {}
-        self._groups: dict[tuple[str, int], int] = {}
+        self._groups: dict[int, int] = {}
         self._by_pid: dict[int, tuple[str, int]] = {}
         self.stores: dict[int, StoreState] = {}
 
@@ -63,12 +74,50 @@ class Roster:
         return self._generations.get((job, generation))
 
     def add(self, state: GenerationState, group: int) -> None:
-        """Enter a generation whose processes were started in process group `group`."""
+        """Enter a generation; processes that were not known before were started in process group `group`."""
         key = (state.job, state.generation)
         self._generations[key] = state
-        self._groups[key] = group
         for worker in state.workers:
+            self._groups.setdefault(worker.pid, group)
             self._by_pid[worker.pid] = key
+
+    def release(self, job: str, keep: dict[int, int]) -> dict[int, WorkerState]:
+        """Take the live workers out of the generations of a job: {rank: worker} of those in `keep`; the rest is killed."""
+        wanted = {pid: rank for rank, pid in keep.items()}
+        kept: dict[int, WorkerState] = {}
+        others: list[int] = []
+        for key, state in self._generations.items():
+            if key[0] != job:
+                continue
+            for worker in state.workers:
+                if worker.status is None and worker.pid in wanted and not worker.torn_down:
+                    kept[wanted[worker.pid]] = worker
+                elif worker.status is None:
+                    others.append(worker.pid)
+            left = tuple(worker for worker in state.workers if worker.status is not None)
+            self._generations[key] = msgspec.structs.replace(state, workers=left)
+        for pid in (*others, *(worker.pid for worker in kept.values())):
+            self._by_pid.pop(pid, None)
+        self._kill(others)
+        return kept
+
+    def replace(self, job: str, generation: int, made: tuple[WorkerState, ...], group: int) -> None:
+        """Put new workers in the places of their ranks, and kill those that had them; their ends are nobody's."""
+        key = (job, generation)
+        state = self._generations[key]
+        fresh = {worker.rank: worker for worker in made}
+        old = [worker.pid for worker in state.workers if worker.rank in fresh and worker.status is None]
+        for pid in old:
+            self._by_pid.pop(pid, None)
+        workers = tuple(fresh.get(worker.rank, worker) for worker in state.workers)
+        self.add(msgspec.structs.replace(state, workers=workers), group)
+        self._kill(old)
+
+    def _kill(self, pids: list[int]) -> None:
+        """SIGKILL children that were not reaped yet, so their pids are theirs."""
+        for pid in pids:
+            self._groups.pop(pid, None)
+            os.kill(pid, signal.SIGKILL)
 
     def owner(self, pid: int) -> GenerationState | None:
         """The generation of a worker's pid that was not reaped yet."""
@@ -76,17 +125,17 @@ class Roster:
         return self._generations[key] if key is not None else None
 
     def is_last(self, pid: int) -> bool:
-        """True when no other worker of the pid's generation is alive."""
-        state = self.owner(pid)
-        return state is not None and all(worker.status is not None or worker.pid == pid for worker in state.workers)
+        """True when no other worker of the pid's process group is alive."""
+        return pid in self._by_pid and all(other == pid or self._groups[other] != self._groups[pid] for other in self._by_pid)
 
     def group_of(self, pid: int) -> int:
-        """Process group of a worker's generation."""
-        return self._groups[self._by_pid[pid]]
+        """Process group of a worker."""
+        return self._groups[pid]
 
     def ended(self, pid: int, status: int) -> tuple[GenerationState, WorkerState]:
         """Record how a worker ended; its pid means nothing from now on."""
         key = self._by_pid.pop(pid)
+        self._groups.pop(pid, None)
         state = self._generations[key]
         made: WorkerState | None = None
         workers: list[WorkerState] = []
@@ -103,14 +152,15 @@ class Roster:
         return [state for (name, number), state in self._generations.items() if (not job or name == job) and number <= generation]
 
     def signal(self, state: GenerationState, number: int) -> list[int]:
-        """Signal the group of a generation that has live workers, and mark them as torn down. Returns their pids."""
+        """Signal the groups of a generation that has live workers, and mark them as torn down. Returns their pids."""
         key = (state.job, state.generation)
         alive = [worker.pid for worker in state.workers if worker.status is None]
         if not alive:
             return []
         workers = tuple(msgspec.structs.replace(worker, torn_down=worker.torn_down or worker.status is None) for worker in state.workers)
         self._generations[key] = msgspec.structs.replace(state, workers=workers)
-        signal_group(self._groups[key], number)
+        for group in sorted({self._groups[pid] for pid in alive}):
+            signal_group(group, number)
         return alive
 
     def forget(self, job: str, generation: int) -> None:
@@ -118,7 +168,6 @@ class Roster:
         for state in self.up_to(job, generation):
             if all(worker.status is not None for worker in state.workers):
                 del self._generations[(state.job, state.generation)]
-                del self._groups[(state.job, state.generation)]
 
     @property
     def spare(self) -> StoreState | None:

@@ -53,6 +53,9 @@ def main() -> None:
             part.replace(args.checkpoint)
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             print(f"step={step} loss={loss.item():.6f} world={world} restarts={restarts}", flush=True)
+    # The reducer goes before the group does: the last owner of a gloo group joins its threads, and a reducer does so with
+    # the interpreter's lock in hand, which a thread that drops the last operation's state may be waiting for.
+    del model
     dist.destroy_process_group()
 
 

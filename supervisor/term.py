@@ -25,6 +25,7 @@ from regrow.supervisor.detector import Silence, Stall
 from regrow.supervisor.effects import Effects
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
+from regrow.supervisor.linger import Linger
 from regrow.supervisor.steps import Steps
 
 log = logging.getLogger("regrow.supervisor")
@@ -73,6 +74,7 @@ class Term:
         self._wake = asyncio.Event()
         self._silence = Silence(silence_seconds=config.silence_seconds, look_seconds=_LOOK_SECONDS)
         self._stalls: dict[str, Stall] = {}
+        self._lingers: dict[str, Linger] = {}
         self._steps: dict[str, Steps] = {}
         self._spare: dict[str, str] = {}
         self._acknowledge: list[e.WorkersExited] = []
@@ -160,6 +162,7 @@ class Term:
             if generation is None or generation.stage in ("recording", "ended"):
                 if generation is None or generation.stage == "ended":
                     self._stalls.pop(name, None)
+                    self._lingers.pop(name, None)
                     self._steps.pop(name, None)
                 continue
             known = self._steps.get(name)
@@ -168,6 +171,7 @@ class Term:
             ranks = {node: tuple(worker.rank for worker in member.workers) for node, member in generation.members.items()}
             self._steps[name] = Steps(name, generation.number, ranks)
             self._stalls[name] = Stall(job=name, generation=generation.number, changed_at=now)
+            self._lingers[name] = Linger(name, generation.number)
             for node in ranks:
                 if node not in self.connections:
                     self._steps[name].heard(node, now, reachable=False)
@@ -181,6 +185,8 @@ class Term:
             if job is None or job.generation is None or job.generation.number != stall.generation:
                 continue
             found = stall.look(now, rates.hang_limit(job, self._policy, stopped=stall.stopped))
+            if found is None and self._policy.end_linger_seconds:
+                found = self._lingers[name].look(job.generation, stall.ranks, now, self._policy.end_linger_seconds)
             if found is not None:
                 self.post(found)
 
@@ -260,6 +266,9 @@ class Term:
         if beat.spare_store != self._spare.get(node, ""):
             self._spare[node] = beat.spare_store
             self.post(e.SpareStoreChanged(at=now, node=node, address=beat.spare_store))
+        for name, linger in self._lingers.items():
+            if beat.cpu_seconds and linger.generation == beat.generation and self._is_member(name, node):
+                self.post_if(linger.used(beat.cpu_seconds, now))
         if not beat.progress:
             return
         for name, stall in self._stalls.items():

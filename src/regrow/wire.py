@@ -101,6 +101,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that the shim imports besides torch."""
     hang_seconds: float = 0.0
     """A fixed limit for a step without progress. 0: learned from history."""
+    in_place: bool = False
+    """Surviving workers keep their processes over a change of generation, where the script runs under `regrow.in_place`."""
     priority: int = 0
 
 
@@ -156,6 +158,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     save_interval_seconds: float = 0.0
     failures_per_second: float = 0.0
+    in_place: bool = False
+    """Members keep workers that can change their generation; others are killed and forked anew."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +262,16 @@ class RestoreFailed(_Message, frozen=True, kw_only=True, tag="restore_failed"):
     problem: str
 
 
-FromWorker = WorkerHello | WorkerPhase | StepReport | SaveReport | RestoreFailed
+class WorkerWatch(_Message, frozen=True, kw_only=True, tag="worker_watch"):
+    """First line of a second connection: this worker can change its generation in place, and waits here for the order to."""
+
+    job: str
+    generation: int
+    rank: int
+    pid: int
+
+
+FromWorker = WorkerHello | WorkerPhase | StepReport | SaveReport | RestoreFailed | WorkerWatch
 
 # --- agent -> worker -------------------------------------------------------------------------------------------
 
@@ -274,7 +287,18 @@ class Control(_Message, frozen=True, kw_only=True, tag="control"):
     """Chaos only: {"kind": "flip_bit"|"nan"|"hang"|"slow", ...}; honoured when the job runs with chaos enabled."""
 
 
-ToWorker = Control
+class Regroup(_Message, frozen=True, kw_only=True, tag="regroup"):
+    """The generation is over: join the next one in this process. Sent on the connection of `WorkerWatch`."""
+
+    generation: int
+    """The next one."""
+    env: dict[str, str]
+    """The whole environment of the worker in it."""
+    log: str
+    """File that gets its stdout and stderr from now on."""
+
+
+ToWorker = Control | Regroup
 
 # --- writer -> agent -> committing agent -----------------------------------------------------------------------
 
@@ -366,6 +390,8 @@ class Beat(_Message, frozen=True, kw_only=True, tag="beat"):
     generation: int = 0
     progress: tuple[RankProgress, ...] = ()
     spare_store: str = ""
+    cpu_seconds: dict[int, float] = {}
+    """CPU time used so far by workers whose progress word is quiet, or who have none: {rank: seconds}."""
     memory_ratio: float = 0.0
     """Memory in use on the node's fullest GPU, as a share; 0: not known."""
 

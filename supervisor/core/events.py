@@ -254,6 +254,8 @@ class ProgressStalled(_Event, frozen=True, kw_only=True, tag="progress_stalled")
     since: float
     limit_seconds: float
     ranks: tuple[wire.RankProgress, ...] = ()
+    lingering: bool = False
+    """The program is over (ranks ended with 0, or declared their end); `ranks` are those that neither end nor use CPU time."""
 
 
 class ProgressResumed(_Event, frozen=True, kw_only=True, tag="progress_resumed"):

@@ -182,7 +182,7 @@ def non_finite(job: JobView, current: GenerationView, event: e.NonFiniteSeen) ->
 
 def stalled(job: JobView, current: GenerationView, event: e.ProgressStalled) -> JobView:
     """No progress."""
-    stall = Stall(at=event.at, since=event.since, limit_seconds=event.limit_seconds, ranks=event.ranks)
+    stall = Stall(at=event.at, since=event.since, limit_seconds=event.limit_seconds, ranks=event.ranks, lingering=event.lingering)
     return _change(job, generation=_change(current, stall=stall))
 
 

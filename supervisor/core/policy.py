@@ -43,6 +43,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The factor when a worker's process is known not to run (SIGSTOP, ptrace, D state): that is evidence by itself."""
     hang_first_step_seconds: float = 120.0
     """Least limit before the first completed step of a generation (compilation, caches)."""
+    end_linger_seconds: float = 30.0
+    """Ranks that are left after the program's end and use no CPU time for so long are hung (0: never)."""
     non_finite_steps: int = 3
     """This many steps in a row with something NaN or infinite are no overflow that a loss scaler skips: roll back."""
     stacks_seconds: float = 1.0

@@ -9,7 +9,7 @@ import msgspec
 from regrow.supervisor.core import hang, rates
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
-from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Member, NodeView, View
+from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Member, NodeView, Stall, View
 
 RESTORE_FAILED_EXIT = 75
 """Exit code of a worker that could not load the restore point: its reason comes as a message of its own."""
@@ -164,7 +164,9 @@ def _of_state(generation: GenerationView, policy: Policy) -> list[Symptom]:
         what = generation.refusal
         text = f"checkpoint of step {what.step} does not load: {what.problem}"
         found.append(Symptom(kind="restore_refused", at=what.at, seen_at=what.at, cause="", text=text, node=what.node, rank=what.rank))
-    if generation.stall is not None:
+    if generation.stall is not None and generation.stall.lingering:
+        found.append(_linger(generation, generation.stall))
+    elif generation.stall is not None:
         what = generation.stall
         odd = hang.odd_rank(what.ranks, generation.stacks)
         text = f"no progress for {what.at - what.since:.1f} s (limit {what.limit_seconds:.1f} s); "
@@ -172,6 +174,14 @@ def _of_state(generation: GenerationView, policy: Policy) -> list[Symptom]:
         node = generation.node_of(odd.rank)
         found.append(Symptom(kind="hang", at=what.since, seen_at=what.at, cause="unknown", text=text, node=node, rank=odd.rank))
     return found
+
+
+def _linger(generation: GenerationView, what: Stall) -> Symptom:
+    """The program is over and some ranks do not end. That is a deadlock of the program at its end: no hardware is blamed."""
+    ranks = [item.rank for item in what.ranks]
+    who = f"rank {ranks[0]} of {generation.node_of(ranks[0])} does" if len(ranks) == 1 else f"ranks {ranks} do"
+    text = f"{who} not end after the program's end: no CPU time used for {what.at - what.since:.1f} s (limit {what.limit_seconds:.1f} s)"
+    return Symptom(kind="hang", at=what.since, seen_at=what.at, cause="unknown", text=text, rank=ranks[0] if len(ranks) == 1 else -1)
 
 
 _Look = tuple[float, str]

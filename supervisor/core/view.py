@@ -81,6 +81,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     since: float
     limit_seconds: float
     ranks: tuple[wire.RankProgress, ...] = ()
+    lingering: bool = False
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,6 +98,32 @@ def test_unmodified_script_survives_the_kill_of_a_worker(launch: Callable[..., R
     assert run.gone(5.0) == []
 
 
+NEVER_ENDS = """
+import os, pathlib, threading
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    pathlib.Path("stuck").touch()
+    threading.Event().wait()
+pathlib.Path("ended-" + os.environ["RANK"]).touch()
+"""
+
+
+def test_rank_that_does_not_end_is_found_by_its_idleness(
+    launch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REGROW_POLICY_END_LINGER_SECONDS", "3")
+    script = tmp_path / "stuck.py"
+    script.write_text(NEVER_ENDS)
+    run = launch("--local", "2", "--nproc-per-node", "1", "--job", "stuck", str(script))
+    assert run.wait() == 0, run.story()
+    assert (tmp_path / "stuck").exists()
+    assert (tmp_path / "ended-1").exists()
+    result = run.result()
+    assert result["state"] == "done"
+    assert [(item["kind"], item["rank"], item["node"]) for item in result["incidents"]] == [("hang", 1, "")]
+    assert "does not end after the program's end" in result["incidents"][0]["text"]
+    assert run.gone(5.0) == []
+
+
 def test_error_before_the_first_step_stops_at_once_with_its_traceback(launch: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import nothing_of_this_name\n")
