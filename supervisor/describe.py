@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from regrow import wire
+from regrow import __version__, wire
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.journal import Journal
@@ -57,6 +57,9 @@ def journal_event(journal: Journal, epoch: int, event: e.Event) -> None:
     data = _data(event)
     if isinstance(event, e.NodeJoined):
         data = {"address": event.hello.address, "slots": event.hello.slots, "incarnation": event.hello.incarnation}
+        data["devices"] = [device.uuid for device in event.hello.devices]
+    elif isinstance(event, e.LeaderStarted):
+        data["version"] = __version__  # of the rules that decide in this term
     node = event.hello.node if isinstance(event, e.NodeJoined) else str(getattr(event, "node", ""))
     job = event.spec.job if isinstance(event, e.JobLoaded) else str(getattr(event, "job", ""))
     generation = getattr(event, "generation", 0)
