@@ -1,0 +1,439 @@
+"""The story of a run, folded from the journal: generations, incidents with their evidence and reasons, steps, nodes.
+
+The journal is the only input, so the same story comes from a live supervisor, from its archive and from a run folder. Phases
+are computed by the same functions that the supervisor uses (`core.phases`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from regrow.ids import MeshShape
+from regrow.supervisor.core import phases
+from regrow.supervisor.core.view import Incident
+from regrow.supervisor.journal import Entry
+
+EVIDENCE = frozenset(
+    [
+        "workers_exited",
+        "node_disconnected",
+        "node_silent",
+        "lease_expired",
+        "node_health",
+        "progress_stalled",
+        "output_kept",
+        "at_rest_mismatch",
+        "non_finite_seen",
+        "restore_was_refused",
+        "start_was_refused",
+        "node_leaving",
+        "command_given",
+        "action_failed",
+    ]
+)
+"""Kinds of entries that can be evidence of a fault."""
+
+MOST_EVIDENCE = 16
+"""Lines kept for one incident: the first ones, which are nearest to the cause."""
+
+PLANNED = "planned"
+_BEFORE_SECONDS = 10.0
+"""How long before its first symptom an incident's evidence may lie."""
+_RECENT = 400
+_STEPS = 4_000
+_MARKS = {"stopped": "stop", "started": "start", "rendezvous": "rendezvous", "restored": "restore"}
+_change = msgspec.structs.replace
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the journal that speaks for an incident."""
+
+    id: int
+    at: float
+    kind: str
+    node: str
+    text: str
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One completed step."""
+
+    step: int
+    at: float
+    loss: float | None
+    seconds: float
+    generation: int
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """One agreed set of members and mesh, over its life."""
+
+    number: int
+    epoch: int
+    at: float
+    mesh: str
+    world_size: int
+    num_nodes: int
+    reason: str
+    restore_step: int | None
+    recorded_at: float | None = None
+    first_step_at: float | None = None
+    last_step: int | None = None
+    ended_at: float | None = None
+    end: str = ""
+    """How it ended: replaced, parked, paused, done, failed, stopped; empty while it runs."""
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """An incident with what was seen and why it was answered so."""
+
+    incident: Incident
+    reason: str
+    """Of the decision, with its numbers."""
+    evidence: list[Evidence]
+    device: str = ""
+    """GPU UUID, where the evidence names one."""
+    version: str = ""
+    """Version of the rules that decided."""
+    traceback: str = ""
+
+
+class Node(msgspec.Struct, kw_only=True):
+    """A node's times: joined, and left when it is not connected."""
+
+    name: str
+    first_joined_at: float
+    joined_at: float
+    slots: int
+    devices: list[str]
+    left_at: float | None = None
+    gpu_seconds: float = 0.0
+    """Connected time before `joined_at`, times slots."""
+
+
+class JobStory(msgspec.Struct, kw_only=True):
+    """One job."""
+
+    name: str
+    generations: list[Generation] = []
+    cases: list[Case] = []
+    changes: list[Case] = []
+    """What we wanted: growth, drains by an operator."""
+    steps: list[Step] = []
+    frontier: int = 0
+    state: str = ""
+    reason: str = ""
+    marks: dict[str, float] = {}
+    save_seconds: list[float] = []
+    """Stall of each snapshot."""
+    write_seconds: list[float] = []
+
+
+class Story:
+    """Feed it entries in order; read `jobs` and `nodes`."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobStory] = {}
+        self.nodes: dict[str, Node] = {}
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.version = ""
+        self._recent: deque[Entry] = deque(maxlen=_RECENT)
+        self.decision: tuple[float, str] = (float("-inf"), "")
+        """(when, reason) of the last decision: its first order carries the reason."""
+        self._quarantined: dict[str, str] = {}
+
+    def read(self, entries: Iterable[Entry]) -> Story:
+        """Add many."""
+        for entry in entries:
+            self.add(entry)
+        return self
+
+    def add(self, entry: Entry) -> None:
+        """Add one."""
+        self.first_at = entry.at if self.first_at is None else min(self.first_at, entry.at)
+        self.last_at = entry.at if self.last_at is None else max(self.last_at, entry.at)
+        if "seq" in entry.data and entry.at != self.decision[0]:
+            self.decision = (entry.at, entry.text)
+        self._note(entry)
+        self._node(entry)
+        if entry.kind == "set_quarantine":
+            record = entry.data.get("record", {})
+            self._quarantined[str(record.get("node", ""))] = str(record.get("key", ""))
+        if entry.kind == "leader_started":
+            self.version = str(entry.data.get("version", self.version))
+        if not entry.job:
+            return
+        job = self.jobs.setdefault(entry.job, JobStory(name=entry.job))
+        handler = _HANDLERS.get(entry.kind)
+        if handler is not None:
+            handler(self, job, entry)
+
+    # --- nodes and evidence
+
+    def _node(self, entry: Entry) -> None:
+        known = self.nodes.get(entry.node)
+        if entry.kind == "node_joined":
+            if known is None:
+                known = Node(name=entry.node, first_joined_at=entry.at, joined_at=entry.at, slots=0, devices=[])
+                self.nodes[entry.node] = known
+            elif known.left_at is None:
+                known.gpu_seconds += known.slots * (entry.at - known.joined_at)
+            known.joined_at, known.left_at = entry.at, None
+            known.slots = int(entry.data.get("slots", known.slots))
+            known.devices = [str(item) for item in entry.data.get("devices", known.devices)]
+        elif entry.kind == "node_disconnected" and known is not None and known.left_at is None:
+            known.left_at = entry.at
+            known.gpu_seconds += known.slots * (entry.at - known.joined_at)
+
+    def gpu_seconds(self) -> float:
+        """Exposure: connected slots x time, up to the last entry."""
+        end = self.last_at or 0.0
+        return sum(
+            node.gpu_seconds + (node.slots * max(0.0, end - node.joined_at) if node.left_at is None else 0.0)
+            for node in self.nodes.values()
+        )
+
+    def _note(self, entry: Entry) -> None:
+        if entry.kind not in EVIDENCE or not speaks(entry):
+            return
+        self._recent.append(entry)
+        for job in self.jobs.values():
+            case = job.cases[-1] if job.cases else None
+            if case is not None and not case.incident.closed and entry.job in ("", job.name):
+                _add_evidence(case, entry, self.nodes)
+
+    # --- incidents
+
+    def seed(self, job: JobStory, entry: Entry, *, after: int, restored: int | None) -> None:
+        """Open an incident, or carry the open one over to the generation that follows (as `core.fold_issued` does)."""
+        seed = entry.data.get("incident")
+        last = job.cases[-1] if job.cases and not job.cases[-1].incident.closed else None
+        if last is not None and (seed is None or not seed.get("cause") or seed["cause"] == PLANNED or seed["id"] == last.incident.id):
+            rung = str(seed.get("rung", "")) if seed else last.incident.rung
+            last.incident = _change(
+                last.incident,
+                generation_after=after,
+                decided_at=entry.at,
+                restored_step=restored,
+                marks={},
+                rung=rung or last.incident.rung,
+            )
+            last.reason = self.decision[1] or last.reason
+            return
+        if seed is None or not seed.get("cause"):
+            return
+        if last is not None:
+            last.incident = _change(last.incident, closed=True)
+        made = Incident(
+            id=str(seed["id"]),
+            kind=str(seed["kind"]),
+            cause=str(seed["cause"]),
+            symptom_at=float(seed["symptom_at"]),
+            detected_at=float(seed["detected_at"]),
+            decided_at=entry.at,
+            node=str(seed.get("node", "")),
+            rank=int(seed.get("rank", -1)),
+            text=str(seed.get("text", "")),
+            rung=str(seed.get("rung", "")),
+            generation_before=job.generations[-1].number if job.generations else 0,
+            generation_after=after,
+            frontier=max(job.frontier, last.incident.frontier) if last is not None else job.frontier,
+            restored_step=restored,
+        )
+        case = Case(incident=made, reason=self.decision[1], evidence=[], version=self.version)
+        if made.cause == PLANNED:
+            job.changes.append(case)
+            return
+        since = made.symptom_at - _BEFORE_SECONDS
+        if job.cases:
+            since = max(since, job.cases[-1].incident.decided_at)
+        for found in self._recent:
+            if found.at >= since and found.job in ("", job.name):
+                _add_evidence(case, found, self.nodes)
+        case.evidence.sort(key=lambda item: item.at)
+        if not case.device and self._quarantined.get(made.node, "").startswith("GPU-"):
+            case.device = self._quarantined[made.node]
+        job.cases.append(case)
+
+
+def speaks(entry: Entry) -> bool:
+    """False for an entry of an evidential kind that says nothing bad: a healthy verdict, a worker that we stopped."""
+    if entry.kind == "node_health":
+        return entry.data.get("verdict", {}).get("state") not in ("healthy", "unknown", None)
+    if entry.kind == "workers_exited":
+        exits = entry.data.get("exits", [])
+        return any(not item.get("torn_down") and not item.get("declared_end") for item in exits)
+    return True
+
+
+def _add_evidence(case: Case, entry: Entry, nodes: dict[str, Node]) -> None:
+    if len(case.evidence) >= MOST_EVIDENCE or any(item.id == entry.id for item in case.evidence):
+        return
+    case.evidence.append(Evidence(id=entry.id, at=entry.at, kind=entry.kind, node=entry.node, text=words(entry)))
+    if entry.node and entry.node == case.incident.node and not case.device:
+        case.device = _device(entry, case.incident.rank, nodes.get(entry.node))
+    for item in entry.data.get("exits", []):
+        if item.get("rank") == case.incident.rank and item.get("error"):
+            case.traceback = str(item["error"])
+
+
+def _device(entry: Entry, rank: int, node: Node | None) -> str:
+    named = entry.data.get("verdict", {}).get("device_uuids", [])
+    if named:
+        return str(named[0])
+    devices = node.devices if node is not None else []
+    for item in entry.data.get("exits", []):
+        if item.get("rank") == rank and 0 <= item.get("local_rank", -1) < len(devices):
+            return devices[item["local_rank"]]
+    return ""
+
+
+def words(entry: Entry) -> str:
+    """An entry in one line."""
+    verdict = entry.data.get("verdict", {})
+    more = "; ".join(str(item) for item in verdict.get("evidence", [])[:3])
+    if entry.kind == "output_kept":
+        lines = [line for line in str(entry.data.get("text", "")).splitlines() if line.strip()]
+        return f"{entry.data.get('kind', 'output')} of rank {entry.data.get('rank', '?')}: {(lines or [''])[0]}"[:240]
+    if entry.kind == "at_rest_mismatch":
+        return f"rank {entry.data.get('rank')}: {entry.data.get('tensor')} changed at rest before step {entry.data.get('step')}"
+    if entry.kind == "non_finite_seen":
+        return f"not finite at step {entry.data.get('step')}: {entry.data.get('ranks')}"
+    if entry.kind == "lease_expired":
+        return f"the lease of {entry.node} expired"
+    if entry.kind == "workers_exited":
+        errors = [str(item.get("error", "")).strip().splitlines()[-1:] for item in entry.data.get("exits", [])]
+        more = "; ".join(line for lines in errors for line in lines)
+    return (entry.text + (f": {more}" if more else "") or entry.kind)[:400]
+
+
+# --- handlers of one job's entries
+
+
+def _recorded(story: Story, job: JobStory, entry: Entry) -> None:
+    data = entry.data
+    restore = data.get("restore")
+    restored = int(restore["step"]) if restore else 0
+    story.seed(job, entry, after=entry.generation, restored=restored)
+    _end_generation(job, entry.at, "replaced")
+    mesh = str(data.get("mesh", ""))
+    job.generations.append(
+        Generation(
+            number=entry.generation,
+            epoch=entry.epoch,
+            at=entry.at,
+            mesh=mesh,
+            world_size=MeshShape.parse(mesh).world_size if mesh else 0,
+            num_nodes=int(data.get("num_nodes", 0)),
+            reason=story.decision[1],
+            restore_step=restored if restore else None,
+        )
+    )
+    job.marks, job.frontier, job.state = {}, restored, ""
+
+
+def _in_store(_story: Story, job: JobStory, entry: Entry) -> None:
+    if job.generations and job.generations[-1].number == entry.generation:
+        job.generations[-1].recorded_at = entry.at
+        _mark(job, entry.generation, "fence", entry.at)
+
+
+def _phase(_story: Story, job: JobStory, entry: Entry) -> None:
+    name = _MARKS.get(str(entry.data.get("phase", "")))
+    if name is not None:
+        _mark(job, entry.generation, name, entry.at)
+
+
+def _mark(job: JobStory, generation: int, name: str, at: float) -> None:
+    """The last member that passes a phase ends it."""
+    case = next((item for item in reversed([*job.cases, *job.changes]) if item.incident.generation_after == generation), None)
+    if case is not None and case.incident.first_step_at is None:
+        case.incident = _change(case.incident, marks=case.incident.marks | {name: at})
+
+
+def _step(_story: Story, job: JobStory, entry: Entry) -> None:
+    step = int(entry.data["step"])
+    if job.generations and job.generations[-1].number == entry.generation:
+        current = job.generations[-1]
+        if current.last_step is not None and step <= current.last_step:
+            return
+        current.first_step_at = current.first_step_at or entry.at
+        current.last_step = step
+    job.frontier = max(job.frontier, step)
+    job.steps.append(Step(step, entry.at, entry.data.get("loss"), float(entry.data.get("step_seconds", 0.0)), entry.generation))
+    if len(job.steps) > _STEPS:
+        job.steps[: _STEPS // 2] = job.steps[: _STEPS // 2 : 2]
+    for case in (*job.cases[-1:], *job.changes[-1:]):
+        incident = case.incident
+        if incident.closed or incident.generation_after != entry.generation:
+            continue
+        if incident.first_step_at is None:
+            incident = _change(incident, first_step_at=entry.at)
+        if step > incident.frontier:
+            incident = _change(incident, recovered_at=entry.at, closed=True)
+        case.incident = incident
+
+
+def _parked(story: Story, job: JobStory, entry: Entry) -> None:
+    story.seed(job, entry, after=0, restored=None)
+    state = str(entry.data.get("state", "parked"))
+    _end_generation(job, entry.at, state)
+    job.state, job.reason = state, str(entry.data.get("reason", ""))
+
+
+def _ended(story: Story, job: JobStory, entry: Entry) -> None:
+    state = str(entry.data.get("state", "failed"))
+    for case in job.cases[-1:]:
+        case.incident = _change(case.incident, closed=True)
+    if state == "failed":
+        seed = {
+            "id": f"{job.name}-end",
+            "kind": "ended",
+            "cause": str(entry.data.get("cause") or "unknown"),
+            "symptom_at": entry.at,
+            "detected_at": entry.at,
+            "node": entry.data.get("node", "") or entry.node,
+            "rank": entry.data.get("rank", -1),
+            "text": str(entry.data.get("reason", "")),
+            "rung": "stop",
+        }
+        story.seed(job, _change(entry, data=entry.data | {"incident": seed}), after=0, restored=None)
+        if job.cases:
+            last = job.cases[-1]
+            last.incident = _change(last.incident, closed=True)
+            last.traceback = str(entry.data.get("traceback", "")) or last.traceback
+    _end_generation(job, entry.at, state)
+    job.state, job.reason = state, str(entry.data.get("reason", ""))
+
+
+def _end_generation(job: JobStory, at: float, how: str) -> None:
+    if job.generations and job.generations[-1].ended_at is None:
+        job.generations[-1].ended_at, job.generations[-1].end = at, how
+
+
+def _saved(_story: Story, job: JobStory, entry: Entry) -> None:
+    if entry.data.get("stall_seconds"):
+        job.save_seconds = [*job.save_seconds[-999:], float(entry.data["stall_seconds"])]
+    if entry.data.get("write_seconds"):
+        job.write_seconds = [*job.write_seconds[-999:], float(entry.data["write_seconds"])]
+
+
+_HANDLERS = {
+    "record_generation": _recorded,
+    "generation_recorded": _in_store,
+    "member_phase": _phase,
+    "steps_completed": _step,
+    "park_job": _parked,
+    "end_job": _ended,
+    "checkpoint_moved": _saved,
+}
+
+
+def seconds_lost(case: Case, end_at: float) -> float:
+    """Wall seconds of an incident: to its recovery, else to the end of the story."""
+    whole = phases.whole(case.incident)
+    return whole if whole is not None else max(0.0, end_at - case.incident.symptom_at)
