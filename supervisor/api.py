@@ -137,7 +137,7 @@ class Routes:
     async def jobs(self, _request: Request) -> Response:
         """All jobs."""
         view = self._view()
-        return _json({"jobs": [documents.job_line(view, job, self._supervisor.now()) for _, job in sorted(view.jobs.items())]})
+        return _json({"jobs": [documents.job_line(job, self._supervisor.now()) for _, job in sorted(view.jobs.items())]})
 
     async def job(self, request: Request) -> Response:
         """One job."""

@@ -56,8 +56,8 @@ def journal_event(journal: Journal, epoch: int, event: e.Event) -> None:
         return
     data = _data(event)
     if isinstance(event, e.NodeJoined):
-        data = {"address": event.hello.address, "slots": event.hello.slots, "incarnation": event.hello.incarnation}
-        data["devices"] = [device.uuid for device in event.hello.devices]
+        hello = event.hello
+        data = {"address": hello.address, "slots": hello.slots, "incarnation": hello.incarnation, "devices": _devices(hello)}
     elif isinstance(event, e.LeaderStarted):
         data["version"] = __version__  # of the rules that decide in this term
     node = event.hello.node if isinstance(event, e.NodeJoined) else str(getattr(event, "node", ""))
@@ -94,6 +94,10 @@ def journal_action(journal: Journal, epoch: int, seq: int, at: float, action: a.
         text=reason or str(getattr(action, "reason", "")),
         data=data | {"seq": seq},
     )
+
+
+def _devices(hello: wire.Hello) -> list[str]:
+    return [device.uuid for device in hello.devices]
 
 
 def _tag(value: msgspec.Struct) -> str:

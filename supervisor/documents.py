@@ -22,7 +22,7 @@ def status(view: View, now: float, *, name: str, leading: bool) -> dict[str, Any
         "store_up": view.store_up,
         "automation": view.automation,
         "nodes": [node(view, item, now) for _, item in sorted(view.nodes.items())],
-        "jobs": [job_line(view, item, now) for _, item in sorted(view.jobs.items())],
+        "jobs": [job_line(item, now) for _, item in sorted(view.jobs.items())],
         "quarantine": [msgspec.to_builtins(record) for _, record in sorted(view.quarantine.items()) if record.state != "healthy"],
     }
 
@@ -52,14 +52,20 @@ def _runs_without_steps(generation: GenerationView) -> bool:
     return generation.stage in ("starting", "running") and started and symptoms.level(generation) == 0
 
 
-def job_line(view: View, job: JobView, now: float) -> dict[str, Any]:
+def job_line(job: JobView, now: float) -> dict[str, Any]:
     """A job in a list."""
-    whole = job_document(view, job, now)
+    whole = job_summary(job, now)
     return {name: whole[name] for name in ("job", "state", "reason", "generation", "step", "mesh", "loss", "goodput")}
 
 
 def job_document(view: View, job: JobView, now: float) -> dict[str, Any]:
     """`job show`."""
+    nodes = [_job_node(view, job, item, now) for _, item in sorted(view.nodes.items())]
+    return job_summary(job, now) | {"nodes": nodes, "spec": msgspec.to_builtins(job.spec, str_keys=True)}
+
+
+def job_summary(job: JobView, now: float) -> dict[str, Any]:
+    """A job without its nodes and its specification."""
     generation = job.generation
     active = generation is not None and generation.stage != "ended"
     incidents = [item for item in job.incidents if item.cause != PLANNED]
@@ -78,7 +84,6 @@ def job_document(view: View, job: JobView, now: float) -> dict[str, Any]:
         "world_size": generation.spec.world_size if generation is not None and active else 0,
         "micro_batches": list(generation.spec.micro_batches) if generation is not None else [],
         "global_batch": job.spec.global_batch,
-        "nodes": [_job_node(view, job, item, now) for _, item in sorted(view.nodes.items())],
         "incidents": [incident_document(item) for item in incidents],
         "changes": [incident_document(item) for item in job.incidents if item.cause == PLANNED],
         "checkpoint": _checkpoint(job, now),
@@ -102,7 +107,6 @@ def job_document(view: View, job: JobView, now: float) -> dict[str, Any]:
         "step_seconds": rates.median_step(job),
         "digest_checks": dict(job.digest_checks),
         "outcome": msgspec.to_builtins(job.outcome) if job.outcome is not None else None,
-        "spec": msgspec.to_builtins(job.spec, str_keys=True),
     }
 
 

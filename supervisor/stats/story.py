@@ -144,7 +144,7 @@ class Story:
         self._recent: deque[Entry] = deque(maxlen=_RECENT)
         self.decision: tuple[float, str] = (float("-inf"), "")
         """(when, reason) of the last decision: its first order carries the reason."""
-        self._quarantined: dict[str, str] = {}
+        self._quarantined: dict[str, tuple[float, str]] = {}
 
     def read(self, entries: Iterable[Entry]) -> Story:
         """Add many."""
@@ -162,7 +162,7 @@ class Story:
         self._node(entry)
         if entry.kind == "set_quarantine":
             record = entry.data.get("record", {})
-            self._quarantined[str(record.get("node", ""))] = str(record.get("key", ""))
+            self._quarantined[str(record.get("node", ""))] = (entry.at, str(record.get("key", "")))
         if entry.kind == "leader_started":
             self.version = str(entry.data.get("version", self.version))
         if not entry.job:
@@ -255,8 +255,9 @@ class Story:
             if found.at >= since and found.job in ("", job.name):
                 _add_evidence(case, found, self.nodes)
         case.evidence.sort(key=lambda item: item.at)
-        if not case.device and self._quarantined.get(made.node, "").startswith("GPU-"):
-            case.device = self._quarantined[made.node]
+        at, key = self._quarantined.get(made.node, (float("-inf"), ""))
+        if not case.device and at >= since and key.startswith("GPU-"):
+            case.device = key
         job.cases.append(case)
 
 
