@@ -70,5 +70,6 @@ def median(values: tuple[float, ...]) -> float | None:
 
 def reserved(view: View, spec: wire.JobSpec) -> int:
     """Workers' places that are kept for a job: those of all known nodes, up to its greatest number of nodes."""
-    slots = sorted((min(node.slots, spec.nproc_per_node) for node in view.nodes.values()), reverse=True)
-    return sum(slots[: max(spec.max_nodes, spec.min_nodes)])
+    most = max(spec.max_nodes, spec.min_nodes)
+    slots = [min(node.slots, spec.nproc_per_node) for node in view.nodes.values()]
+    return sum(slots) if len(slots) <= most else sum(sorted(slots, reverse=True)[:most])

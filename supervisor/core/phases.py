@@ -54,8 +54,19 @@ def marks(generation: GenerationView) -> dict[str, float]:
     if generation.recorded_at is not None:
         result["fence"] = generation.recorded_at
     for name, phase in _MEMBER_PHASE.items():
-        times = [member.phases.get(phase) for member in generation.members.values()]
-        passed = [time for time in times if time is not None]
-        if passed and len(passed) == len(times):
-            result[name] = max(passed)
+        passed = _passed(generation, phase)
+        if passed is not None:
+            result[name] = passed
     return result
+
+
+def _passed(generation: GenerationView, phase: str) -> float | None:
+    """When the last member passed a phase. Asked at each member's report, so it gives up at the first one that has not: with
+    thousands of members that report in any order few are looked at."""
+    latest: float | None = None
+    for member in reversed(generation.members.values()):
+        at = member.phases.get(phase)
+        if at is None:
+            return None
+        latest = at if latest is None or at > latest else latest
+    return latest

@@ -56,7 +56,17 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
 def level(generation: GenerationView) -> int:
     """0: a script that does not know Regrow (restarts only); 1: it reports phases or steps."""
-    if generation.completed_step is not None or any(fact.exit.last_step >= 0 for fact in generation.exits.values()):
+    if generation.completed_step is not None:
+        return 1
+    return _levels.get((generation,), None, lambda: _level(generation))
+
+
+_levels: Memo[int] = Memo()
+"""Asked for every member of a start: thousands of times for one generation."""
+
+
+def _level(generation: GenerationView) -> int:
+    if any(fact.exit.last_step >= 0 for fact in generation.exits.values()):
         return 1
     known = {"started", "fenced", "stopped"}
     return 1 if any(set(member.phases) - known for member in generation.members.values()) else 0
