@@ -18,7 +18,9 @@ LOSS_TOLERANCE = 1e-6
 """Relative. Fresh runs on different meshes differ by at most 1e-7 over hundreds of steps, faulty restores by 5e-4 and more."""
 
 STATE_FACTOR = 10.0
-STATE_FLOOR = 5e-6
+STATE_FLOOR = 3e-5
+"""Relative norm. Rounding grows by chance: over ten seeds the worst tensor of a fresh run differed from its twin by 5e-7 to
+8e-6, that of a run with four faults by 9e-7 to 9e-6, and one seed's pair says little about the same seed's run."""
 
 
 @dataclasses.dataclass(frozen=True)
