@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from regrow.agent import logs
 
@@ -97,18 +100,45 @@ def _read_from(path: Path, offset: int) -> str:
         return file.read().decode(errors="replace")
 
 
+def py_spy() -> str | None:
+    """The program: on the path, else beside this interpreter; None: not installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else None)
+
+
+async def py_spy_threads(pid: int, *, stopped: bool = False) -> tuple[list[dict[str, Any]], str]:
+    """All Python threads of a process, as `py-spy dump --json` has them, and why there are none.
+
+    Args:
+        pid: any process of this user.
+        stopped: it does not run: read its memory as it is instead of pausing it.
+    """
+    output, problem = await _run_py_spy("--json", *(("--nonblocking",) if stopped else ()), "--pid", str(pid))
+    try:
+        return (json.loads(output), "") if output else ([], problem)
+    except ValueError as error:
+        return [], f"py-spy answers no JSON: {error}"
+
+
 async def _ask_py_spy(pid: int) -> str:
-    program = shutil.which("py-spy")
+    return (await _run_py_spy("--pid", str(pid)))[0]
+
+
+async def _run_py_spy(*arguments: str) -> tuple[str, str]:
+    program = py_spy()
     if program is None:
-        return ""
+        return "", "py-spy is not installed"
     process = await asyncio.create_subprocess_exec(
-        program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        program, "dump", *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(_PY_SPY_SECONDS):
-            output, _ = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError:
-        process.kill()
-        await process.wait()
-        return ""
-    return output.decode(errors="replace")
+        return "", f"py-spy did not answer within {_PY_SPY_SECONDS:.0f} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return output.decode(errors="replace"), lines[0] if lines else f"py-spy ended with {process.returncode}"

@@ -28,6 +28,7 @@ MODULES = (
     "simulate",
     "chaos",
     "health",
+    "autopsy",
     "doctor",
 )
 """Files of this package that have `register(app)`, in the order of `regrow --help`."""

@@ -1,0 +1,96 @@
+"""`regrow autopsy`: what holds the jobs on this node up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regrow.cli.output import Json, emit
+from regrow.errors import ConfigurationError, OperationalError
+
+if TYPE_CHECKING:
+    from regrow.agent.health.autopsy import Autopsy, JobReport
+
+_EXIT = {"running": 0, "hung": 1, "unclear": 3}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("autopsy", help="Attach to the jobs on this node and say what holds them up.")
+    def _autopsy(
+        pid: Annotated[list[int] | None, typer.Option("--pid", min=1, help="Only the jobs of these processes; default: all jobs.")] = None,
+        flight: Annotated[
+            list[Path] | None, typer.Option("--flight", metavar="FILE", help="A flight recorder dump of torch, PREFIX<rank>; repeatable.")
+        ] = None,
+        merge: Annotated[
+            list[Path] | None, typer.Option("--merge", metavar="FILE", help="Judge --json documents of several nodes together.")
+        ] = None,
+        gap: Annotated[float, typer.Option("--gap", min=0.1, max=60, help="Seconds between the two looks.")] = 1.5,
+        budget: Annotated[float, typer.Option("--budget", min=2, help="Seconds for everything.")] = 30.0,
+        frames: Annotated[bool, typer.Option("--frames", help="Print the stacks of each group.")] = False,
+        as_json: Json = False,
+    ) -> None:
+        found = _merged(merge) if merge else _examined(tuple(pid or ()), tuple(flight or ()), gap, budget)
+        emit(found, as_json=as_json, human=lambda: _tell(found, frames=frames))
+        statuses = {one.verdict.status for one in found.jobs}
+        raise typer.Exit(
+            max((_EXIT[status] for status in statuses if status != "unclear"), default=0) or (3 if "unclear" in statuses else 0)
+        )
+
+
+def _examined(pids: tuple[int, ...], dumps: tuple[Path, ...], gap: float, budget: float) -> Autopsy:
+    import asyncio
+
+    from regrow.agent import stacks
+    from regrow.agent.health import autopsy
+
+    if stacks.py_spy() is None:
+        raise ConfigurationError("py-spy is not there", where="regrow autopsy", hint="pip install py-spy")
+    found = asyncio.run(autopsy.examine(pids=pids, dumps=dumps, gap_seconds=gap, budget_seconds=budget))
+    if not found.jobs:
+        raise OperationalError(
+            "no training process that this user may look at",
+            where="pids " + ", ".join(map(str, pids)) if pids else "this node",
+            hint="ranks are told by RANK and WORLD_SIZE (torchrun, srun, mpirun) or by Regrow's log files; run it as the job's user or root",
+        )
+    return found
+
+
+def _merged(paths: list[Path]) -> Autopsy:
+    import msgspec
+
+    from regrow.agent.health import autopsy
+
+    parts: list[Autopsy] = []
+    for path in paths:
+        try:
+            parts.append(msgspec.json.decode(path.read_bytes(), type=autopsy.Autopsy))
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigurationError(str(error), where=f"--merge {path}", hint="name files that `regrow autopsy --json` wrote") from error
+    return autopsy.merge(parts)
+
+
+def _tell(found: Autopsy, *, frames: bool) -> None:
+    for one in found.jobs:
+        _tell_job(one, frames=frames)
+    sys.stdout.write(f"looked for {found.seconds:.1f} s\n")
+
+
+def _tell_job(one: JobReport, *, frames: bool) -> None:
+    write = sys.stdout.write
+    world = f" of {one.world_size}" if one.world_size else ""
+    write(f"job {one.job}: {len(one.ranks)}{world} ranks here\n")
+    write(f"  {one.verdict.status}: {one.verdict.text}\n  cause: {one.verdict.cause}\n")
+    for group in one.groups:
+        pids = ", ".join(str(rank.pid) for rank in one.ranks if rank.rank in group.ranks)
+        write(f"  rank {', '.join(map(str, group.ranks))} (pid {pids}): {group.where}\n")
+        if frames:
+            write("".join(f"      {frame}\n" for frame in group.frames))
+    for finding in one.flight:
+        write(f"  flight recorder, group {finding.group!r}: {finding.text}\n")
+    for problem in one.problems:
+        write(f"  note: {problem}\n")
