@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regrow.ckpt import plain
 from regrow.ckpt.envelope import ITEM_BYTES
@@ -61,6 +62,36 @@ def item_of(name: str, value: torch.Tensor) -> Item:
     if not all(sizes):
         offsets = (0,) * len(sizes)
     return Item(Box(name, dtype, tuple(value.shape), tuple(offsets), tuple(sizes)), local)
+
+
+def unwrap(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that a quantised or otherwise composed tensor is made of, under ``<name>.<part>``; itself when it is plain.
+
+    Raises:
+        ConfigurationError: a part of a sharded one has no place of its own in the whole.
+    """
+    placed = value if isinstance(value, DTensor) else None
+    local = local_of(value) if placed is not None else value
+    if not is_traceable_wrapper_subclass(local):
+        return {name: value}
+    attributes, _ = cast("Any", local).__tensor_flatten__()
+    parts: dict[str, torch.Tensor] = {}
+    for attribute in attributes:
+        inner, full = getattr(local, attribute), f"{name}.{attribute}"
+        if placed is None or inner.numel() <= 1:
+            parts |= unwrap(full, inner)
+        elif inner.shape == local.shape:
+            parts |= unwrap(full, _place_as(inner, placed))
+        else:
+            raise ConfigurationError(
+                f"part {full} of shape {tuple(inner.shape)} of a sharded {type(local).__name__} has no place in the whole tensor",
+                hint="keep quantised state on replicated parameters, or give the object as extra with regrow.ckpt.perrank.PerRank",
+            )
+    return parts
+
+
+def _place_as(value: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride(), run_check=False)
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
@@ -176,9 +207,7 @@ def _like_parameter(name: str, value: torch.Tensor, parameter: torch.Tensor) -> 
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.numel() <= 1:
         return value
     if value.shape == parameter.to_local().shape:
-        return DTensor.from_local(
-            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False
-        )
+        return _place_as(value, parameter)
     raise ConfigurationError(
         f"optimizer state {name} of shape {tuple(value.shape)} cannot be placed",
         hint="keep it as a DTensor, or in the parameter's local shape",
@@ -209,3 +238,15 @@ def join_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [join_tensors(item, tensors) for item in cast("list[Any]", value)]
     return value
+
+
+def stored_names(value: Any) -> list[str]:
+    """Names of the tensors that `join_tensors` will want."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        if list(fields) == ["$stored"]:
+            return [fields["$stored"]]
+        return [name for item in fields.values() for name in stored_names(item)]
+    if isinstance(value, list):
+        return [name for item in cast("list[Any]", value) for name in stored_names(item)]
+    return []

@@ -59,6 +59,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     file_bytes: int
     chunks: tuple[Chunk, ...]
+    may_be_infinite: tuple[str, ...] = ()
+    """Tensors of the model that are published whatever they hold: masks among the buffers."""
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from regrow.ckpt import plain
+from regrow.ckpt.differences import IMPLEMENTATION_KEYS
 from regrow.ckpt.flatten import name_of, optimizers_of
 from regrow.errors import OperationalError
 from regrow.ids import MeshShape
@@ -51,6 +52,8 @@ def restore_groups(optimizer: Any, names: dict[int, str], saved: list[dict[str, 
 def _set_hyper(group: dict[str, Any], hyper: dict[str, Any]) -> None:
     for key, value in hyper.items():
         live = group.get(key)
+        if key in IMPLEMENTATION_KEYS:
+            continue
         if isinstance(live, torch.Tensor):
             live.fill_(float(value))
         else:
@@ -59,15 +62,15 @@ def _set_hyper(group: dict[str, Any], hyper: dict[str, Any]) -> None:
 
 def set_values(optimizer: Any, names: dict[int, str], saved: Mapping[str, Any]) -> None:
     """Put per-parameter optimizer values that are not tensors (`<fqn>.<key>`) back."""
-    if not saved:
-        return
-    for one in optimizers_of(optimizer):
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for full, value in saved.items():
+        name, _, key = full.rpartition(".")
+        by_parameter.setdefault(name, {})[key] = value
+    for one in optimizers_of(optimizer) if saved else []:
         for group in one.param_groups:
             for parameter in group["params"]:
-                prefix = f"{name_of(parameter, names)}."
-                for full, value in saved.items():
-                    if full.startswith(prefix) and "." not in full[len(prefix) :]:
-                        one.state[parameter][full[len(prefix) :]] = plain.decode(value)
+                for key, value in by_parameter.get(name_of(parameter, names), {}).items():
+                    one.state[parameter][key] = plain.decode(value)
 
 
 def schedulers_of(scheduler: Any) -> list[Any]:

@@ -6,23 +6,27 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from regrow.ckpt import exchange as exchanges
-from regrow.ckpt import flatten, plain
+from regrow.ckpt import flatten, plain, restoring
 from regrow.ckpt.commit import parent_of
+from regrow.ckpt.differences import FieldDifference
+from regrow.ckpt.firststep import FirstStep
 from regrow.ckpt.flatten import Item
-from regrow.ckpt.layout import lay_out
-from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, directory_name, read_manifests, read_record
+from regrow.ckpt.launch import Accepted, launched
+from regrow.ckpt.layout import Image, lay_out
+from regrow.ckpt.loading import Loaded
+from regrow.ckpt.manifest import directory_name
 from regrow.ckpt.objects import Live, Objects
 from regrow.ckpt.place import Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
 from regrow.ckpt.protocol import ProducerHello, Released, Submit
-from regrow.ckpt.reshard import compare_names, source_of
 from regrow.ckpt.sinks import DirectSink, Sink, WriterSink, WriterStuckError
 from regrow.ckpt.snapshot import Snapshotter
 from regrow.errors import ConfigurationError, FencedError, OperationalError, RegrowError
@@ -57,6 +61,8 @@ class TrainState:
         facts: Mapping[str, Any] | None = None,
         back_pressure: BackPressure = "skip",
         wait_seconds: float = 30.0,
+        accept: Collection[str] = (),
+        check_first_step: bool = True,
     ) -> None:
         """Nothing is read, written or allocated until the first restore or save.
 
@@ -74,6 +80,8 @@ class TrainState:
             facts: Plain facts that go into the record (batch recipe, fingerprint of the configuration …).
             back_pressure: What a save does while both arenas are in use: skip it, wait up to `wait_seconds`, or fail.
             wait_seconds: For "wait".
+            accept: Differences between launch and checkpoint that are meant (`regrow.ckpt.differences`); REGROW_ACCEPT adds to it.
+            check_first_step: Refuse the first update when what was restored has been changed before it.
         """
         self.step = place.spec.restore.step if place.spec.restore else 0
         self.samples = place.spec.restore.samples if place.spec.restore else 0
@@ -87,6 +95,14 @@ class TrainState:
         self._facts = dict(facts or {})
         self._back_pressure: BackPressure = back_pressure
         self._wait_seconds = wait_seconds
+        self.differences: list[FieldDifference] = []
+        """Between this launch and the checkpoint that was restored."""
+        self.loaded: Loaded | None = None
+        """What the restore read."""
+        self._accept = restoring.accepted(accept)
+        self._check_first_step = check_first_step
+        self._restored_step = -1
+        self._launched: list[dict[str, Any]] = []
         self._last_submitted = -1
         self._nonce = ""
         self._names: list[str] = []
@@ -163,21 +179,33 @@ class TrainState:
         spec = self._place.spec
         return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome=outcome, stall_seconds=stall, reason=reason)
 
+    def skip(self, step: int, reason: str) -> SaveReport:
+        """This rank takes no snapshot of a step that others may have taken: the step is void for all, counted and told."""
+        with contextlib.suppress(OperationalError):  # no writer: then nothing of the step can become durable
+            self._sink.skip(step, reason)
+        self._count("skipped", reason, 0.0)
+        spec = self._place.spec
+        return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome="skipped", reason=reason)
+
     def prepare(self) -> None:
         """Plan and ask for arenas now, so that the first save is as short as the others. Call it on all ranks.
 
         Raises:
             ConfigurationError: the state cannot be stored.
         """
-        if not self._nonce:
-            self._bind()
-        self._sink.begin(lay_out(self._plan_boxes, self._labels()).plan)
+        live = self._look()
+        self._sink.begin(self._image(live).plan)
 
     def _save(self, step: int, samples: int) -> str:
         if step == self._last_submitted:
             return "this step was saved already"
+        if step <= self._restored_step:
+            raise ConfigurationError(
+                f"step {step} was completed after the restore of step {self._restored_step}: the loop started anew",
+                hint="count steps from what restore() returned, or use run.steps",
+            )
         live = self._look()
-        snapshotter = self._connect()
+        snapshotter = self._connect(live)
         arena = self._sink.take(self._wait_seconds if self._back_pressure == "wait" else 0.0)
         self._note_released()
         if arena is None:
@@ -186,7 +214,7 @@ class TrainState:
             if self._back_pressure == "fail":
                 raise OperationalError(reason, where=f"rank {self._place.rank} step {step}", hint="save less often or use faster storage")
             return reason
-        private = self._objects.private_state(live)
+        private = self._objects.private_state(live) | {"launched": self._launched}
         snapshotter.copy(arena)
         self._sink.submit(
             Submit(
@@ -208,7 +236,7 @@ class TrainState:
         """What there is now; must be what was planned for."""
         if not self._nonce:
             return self._bind()
-        live = self._objects.collect()
+        live = self._objects.collect(self._place.rank)
         if live.tensors.keys() != self._live.keys():
             changed = sorted(live.tensors.keys() ^ self._live.keys())
             raise OperationalError(f"the state has other tensors than at the first save: {', '.join(changed[:5])}")
@@ -229,7 +257,7 @@ class TrainState:
         if self._snapshotter is not None:
             self._snapshotter.bind(items)
 
-    def _connect(self) -> Snapshotter:
+    def _connect(self, live: Live) -> Snapshotter:
         if self._snapshotter is not None:
             try:
                 self._sink.take()
@@ -241,7 +269,7 @@ class TrainState:
         left = self._retry_at - time.monotonic()
         if left > 0:
             raise OperationalError(f"the checkpoint writer did not answer; asked again in {left:.0f} s")
-        image = lay_out(self._plan_boxes, self._labels())
+        image = self._image(live)
         try:
             arenas = self._sink.prepare(image.plan)
         except WriterStuckError:
@@ -252,8 +280,10 @@ class TrainState:
         self._snapshotter = snapshotter
         return snapshotter
 
-    def _labels(self) -> dict[str, str]:
-        return {"job": self._place.spec.job, "rank": str(self._place.rank)}
+    def _image(self, live: Live) -> Image:
+        image = lay_out(self._plan_boxes, {"job": self._place.spec.job, "rank": str(self._place.rank)})
+        plan = msgspec.structs.replace(image.plan, may_be_infinite=self._objects.unchecked(live))
+        return msgspec.structs.replace(image, plan=plan)
 
     def _lose_writer(self, error: OperationalError) -> None:
         log.warning("writer lost snapshots_lost=%d error=%s", self._in_flight, error.what)
@@ -293,7 +323,9 @@ class TrainState:
     def _bind(self) -> Live:
         """Name everything, exchange boxes and a nonce with all ranks, plan who writes what. Once a generation."""
         self._objects.materialise()
-        live = self._objects.collect()
+        live = self._objects.collect(self._place.rank)
+        if not self._nonce:
+            self._launched = launched(self._objects.optimizer, live.names)
         self._items = {name: flatten.item_of(name, value) for name, value in live.tensors.items()}
         self._live = live.tensors
         mine = uuid.uuid4().hex[:8].encode() + encode_boxes([item.box for item in self._items.values()])
@@ -329,42 +361,23 @@ class TrainState:
         point = point or self._place.spec.restore
         if point is None:
             return 0
-        directory = Path(self._place.folder) / point.directory
-        try:
-            record = read_record(directory)
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError("has no record: it is not a checkpoint", where=str(directory)) from error
-        if point.record_digest and record.digest != point.record_digest:
-            raise DamagedCheckpointError("is not the checkpoint that was decided on (record digest differs)", where=str(directory))
-        manifests = read_manifests(directory, record)
-        self._load(directory, record, manifests)
-        self.step, self.samples = record.step, record.samples
-        return record.step
-
-    def _load(self, directory: Path, record: Record, manifests: list[NodeManifest]) -> None:
-        from regrow.ckpt.loading import load_items
-
-        live = self._bind()
-        source = source_of(manifests)
-        missing, unexpected = compare_names(source.tensors, self._names)
-        if missing or unexpected:
-            raise OperationalError(_names_differ(missing, unexpected), where=str(directory), hint="the model or optimizer is another one")
+        opened = restoring.open_point(self._place.folder, point)
+        live, spec = self._bind(), self._place.spec
+        restoring.check_names(opened, self._names)
+        self.differences = restoring.compare(opened, self._job_facts(), self._launched, spec, self._accept)
         items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in live.copies)]
-        cost = load_items(directory, source, items)
-        log.info("restored step=%d bytes_needed=%d bytes_read=%d", record.step, cost.bytes_needed, cost.bytes_read)
-        saved = {rank.rank: rank.private for manifest in manifests for rank in manifest.ranks}
-        self._objects.load(record, saved, live, self._place.spec, self._place.rank)
+        self.loaded = restoring.load(opened, items)
+        self._objects.load(opened.record, opened.private, live, spec, self._place.rank, opened.read)
+        changes = Accepted(self._objects.optimizer, live.names, self._launched, opened.groups())
+        changes.apply({one.field for one in self.differences if one.accepted}, self._objects.schedulers)
+        self.step, self.samples = opened.record.step, opened.record.samples
+        self._restored_step = self.step
+        if self._check_first_step:
+            collect = lambda: self._objects.collect(self._place.rank).tensors  # noqa: E731
+            FirstStep(collect, self._objects.optimizers(), step=self.step, leave_out=self._objects.unchecked(live))
+        return self.step
 
     def close(self) -> None:
         """Leave the writer; a snapshot that was handed over is still written."""
         with contextlib.suppress(OSError):
             self._sink.close()
-
-
-def _names_differ(missing: list[str], unexpected: list[str]) -> str:
-    parts: list[str] = []
-    for what, names in (("missing in the checkpoint", missing), ("in the checkpoint but not in the state", unexpected)):
-        if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            parts.append(f"{what}: {', '.join(names[:10])}{more}")
-    return "; ".join(parts)

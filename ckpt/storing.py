@@ -6,38 +6,72 @@ import contextlib
 import errno
 import logging
 import os
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from regrow.ckpt import faults
+from regrow.ckpt.finite import is_checked, is_finite
 from regrow.ckpt.layout import PAGE_BYTES, gaps
 from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest
 
 WRITE_BYTES = 8 << 20
 """One write call: large enough for full speed with O_DIRECT."""
 
+PORTION_BYTES = 256 << 20
+"""What one thread checksums of one file."""
+
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 log = logging.getLogger("regrow.ckpt")
 
 
-def checksum(image: memoryview, plan: RankPlan) -> tuple[tuple[Chunk, ...], str]:
-    """The plan's chunks with their block digests, and the gap digest."""
-    chunks: list[Chunk] = []
+class NotFiniteError(OSError):
+    """The snapshot holds NaN or infinity: it is not written, so it can never be published."""
+
+
+def checksum(image: memoryview, plan: RankPlan, threads: Executor) -> list[Future[tuple[Chunk, ...]]]:
+    """Begin to digest the plan's chunks, a portion of about `PORTION_BYTES` a task; the results are the chunks with block digests.
+
+    A task fails with NotFiniteError when a parameter or a tensor of optimizer state holds NaN or infinity.
+    """
+    exempt = frozenset(plan.may_be_infinite)
+    portions: list[list[Chunk]] = [[]]
+    size = 0
     for chunk in plan.chunks:
+        if size >= PORTION_BYTES:
+            portions.append([])
+            size = 0
+        portions[-1].append(chunk)
+        size += chunk.nbytes
+    return [threads.submit(_digest, image, portion, exempt) for portion in portions]
+
+
+def _digest(image: memoryview, chunks: list[Chunk], exempt: frozenset[str]) -> tuple[Chunk, ...]:
+    done: list[Chunk] = []
+    for chunk in chunks:
         end = chunk.at + chunk.nbytes
-        blocks = tuple(xxhash.xxh3_128_hexdigest(image[at : min(at + BLOCK_BYTES, end)]) for at in range(chunk.at, end, BLOCK_BYTES))
-        chunks.append(msgspec.structs.replace(chunk, blocks=blocks))
+        checked = is_checked(chunk.name) and chunk.name not in exempt
+        blocks: list[str] = []
+        for at in range(chunk.at, end, BLOCK_BYTES):
+            block = image[at : min(at + BLOCK_BYTES, end)]
+            blocks.append(xxhash.xxh3_128_hexdigest(block))
+            if checked and not is_finite(chunk.dtype, block):
+                raise NotFiniteError(errno.EDOM, f"{chunk.name} holds NaN or infinity: not published")
+        done.append(msgspec.structs.replace(chunk, blocks=tuple(blocks)))
+    return tuple(done)
+
+
+def _gap_digest(image: memoryview, plan: RankPlan) -> str:
     rest = xxhash.xxh3_128()
     for start, end in gaps(plan):
         rest.update(image[start:end])
-    return tuple(chunks), rest.hexdigest()
+    return rest.hexdigest()
 
 
 def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, private: dict[str, object], threads: Executor) -> RankManifest:
-    """Write `image` to a new file, synced, while another thread checksums it.
+    """Write `image` to a new file, synced, while other threads checksum it.
 
     Args:
         path: The file; it must not exist: nothing that is there is ever overwritten.
@@ -48,13 +82,21 @@ def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, pri
         threads: Where the checksums are computed.
 
     Raises:
+        NotFiniteError: a parameter or a tensor of optimizer state holds NaN or infinity. The file has been removed again.
         OSError: storage failed; the file has been removed again if it was ours.
     """
-    digests = threads.submit(checksum, image[: plan.file_bytes], plan)
+    image = image[: plan.file_bytes]
+    digests = checksum(image, plan, threads)
     try:
-        write_file(path, image[: plan.file_bytes])
+        write_file(path, image)
     finally:
-        chunks, gap_digest = digests.result()
+        wait(digests)  # nobody reads the arena after we return
+    try:
+        chunks = tuple(chunk for portion in digests for chunk in portion.result())
+    except NotFiniteError:
+        path.unlink(missing_ok=True)
+        raise
+    gap_digest = _gap_digest(image, plan)
     return RankManifest(
         rank=rank,
         file=path.name,

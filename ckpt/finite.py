@@ -1,0 +1,35 @@
+"""Whether a block of tensor data holds NaN or infinity, by its bits. Torch-free: the writer asks it about every block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
+    "bfloat16": (np.uint16, 0x7F80),
+    "float8_e5m2": (np.uint8, 0x7C),
+    "float8_e4m3fn": (np.uint8, 0x7F),
+}
+"""Types that NumPy does not have: all of these bits set means not finite (e4m3fn has a NaN and no infinity)."""
+
+_NATIVE = {"float16": np.float16, "float32": np.float32, "float64": np.float64, "complex64": np.float32, "complex128": np.float64}
+
+
+def is_finite(dtype: str, data: memoryview) -> bool:
+    """False when any element is NaN or infinite. Types that cannot be are always finite.
+
+    Args:
+        dtype: torch's name of the type.
+        data: Whole elements.
+    """
+    native = _NATIVE.get(dtype)
+    if native is not None:
+        return bool(np.isfinite(np.frombuffer(data, native)).all())
+    if dtype not in _EXPONENTS:
+        return True
+    kind, mask = _EXPONENTS[dtype]
+    return not bool(((np.frombuffer(data, kind) & kind(mask)) == mask).any())
+
+
+def is_checked(name: str) -> bool:
+    """Whether a tensor must be finite to be published: parameters and optimizer state; masks among buffers may be infinite."""
+    return name.startswith(("model.", "optimizer."))
