@@ -3,10 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test setup system lint types soak bench clean
+.PHONY: demo observe test setup system lint types soak bench clean
 
 demo: setup system ## Train, lose a node, continue, grow back, and prove that nothing was lost
 	$(BIN)/regrow demo $(DEMO)
+
+observe: setup system ## Prometheus and Alertmanager against a chaos run; Ctrl-C ends it
+	rm -rf runs/observe
+	$(BIN)/regrow observe $(or $(OBSERVE),--chaos smoke)
 
 setup: $(STAMP) ## The virtual environment with everything that development needs
 

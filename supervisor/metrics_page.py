@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import msgspec
 
-from regrow import __version__, telemetry
+from regrow import telemetry
 from regrow.supervisor.core import goodput, ledger, phases, quarantine, rates
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import GenerationView, JobView, Member, NodeView, View
@@ -29,7 +31,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
 def put_role(page: Page, role: Role) -> None:
     """Of this process."""
-    page.put("regrow_build_info", 1.0, __version__)
+    page.put("regrow_build_info", 1.0, version("regrow"))
     page.put("regrow_is_leader", float(role.leads))
     page.put("regrow_epoch", role.epoch)
     page.put("regrow_store_up", float(role.store_up))
@@ -161,9 +163,10 @@ def _put_failures(page: Page, name: str, job: JobView, generation: GenerationVie
     for cause in telemetry.CAUSES:
         page.put("regrow_failures", causes.count(cause), name, cause)
     page.put("regrow_restarts", max(0, job.highest_generation - 1), name)
-    own = ("program", "unknown")
-    left = min(ledger.budget(job.spec, policy, cause) - len(ledger.counted(job.ledger, policy, now, cause)) for cause in own)
-    page.put("regrow_restart_budget_remaining", left, name)
+    budget = ledger.budget(job.spec, policy, "program")
+    most = max(len(ledger.counted(job.ledger, policy, now, cause)) for cause in ("program", "unknown"))
+    page.put("regrow_restart_budget", budget, name)
+    page.put("regrow_restart_budget_remaining", max(0, budget - most), name)
     if job.outcome is not None:
         return
     units = {"job": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("supervisor", "agent", "ckpt", "parallel")
+PARTS = ("supervisor", "agent", "ckpt", "parallel", "dashboards")
 SOURCES = sorted(
     path
     for folder in ("src/regrow", *PARTS)

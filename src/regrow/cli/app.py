@@ -27,6 +27,7 @@ MODULES = (
     "report",
     "simulate",
     "chaos",
+    "observe",
     "health",
     "autopsy",
     "doctor",

@@ -1,0 +1,133 @@
+"""One sitting of `regrow observe`: a stack, perhaps a run of its own, and the story at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from regrow.errors import ConfigurationError
+from regrow.observe import story
+from regrow.observe.stack import Plan, Stack
+
+_STOP_SECONDS = 30.0
+_LOOK_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    root: Path
+    started: tuple[str, ...]
+    """Command line of a run that is started here; empty: none."""
+    once: bool
+    factor: float
+    ports: tuple[int, int]
+    """Prometheus, Alertmanager."""
+    find: Callable[[], str | None]
+
+
+def command(chaos: str, *, demo: bool, root: Path) -> tuple[str, ...]:
+    """The run to start: its folder is `root`/run.
+
+    Raises:
+        ConfigurationError: the folder holds a run already.
+    """
+    if not chaos and not demo:
+        return ()
+    folder = (root / "run").absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigurationError("holds an earlier run", where=str(folder), hint="remove it, or give another --run-dir")
+    words = ("demo", "--keep") if demo else ("chaos", "run", chaos)
+    return (sys.executable, "-m", "regrow", *words, "--run-dir", str(folder), "--json")
+
+
+def of_run(root: Path) -> Callable[[], str | None]:
+    """Where the supervisor of the run under `root` is."""
+    path = root.absolute() / "run" / "supervisor" / "supervisor.json"
+
+    def find() -> str | None:
+        try:
+            return "http://" + json.loads(path.read_text(encoding="utf-8"))["http"]
+        except (OSError, ValueError, KeyError):
+            return None
+
+    return find
+
+
+def grafana_hint(root: Path) -> str:
+    """How to add Grafana here."""
+    runtime = next((name for name in ("docker", "podman") if shutil.which(name)), "docker")
+    line = f"{runtime} run --rm --network host -v {root}/grafana:/etc/grafana/provisioning grafana/grafana"
+    return f"Grafana       where a container runtime works: {line}"
+
+
+async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> dict[str, Any]:
+    """Until Ctrl-C, or with `once` until the run that was started has ended. The document with addresses and alerts."""
+    ended = asyncio.Event()
+    over = False
+
+    def find() -> str | None:
+        return None if over else options.find()
+
+    every = 1 if options.factor < 1 else 15
+    plan = Plan(
+        root=options.root,
+        find=find,
+        prometheus_port=options.ports[0],
+        alertmanager_port=options.ports[1],
+        every_seconds=every,
+        factor=options.factor,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    code: int | None = None
+    async with Stack(plan) as stack:
+        begin = time.time()
+        addresses = {"prometheus": stack.prometheus, "alertmanager": stack.alertmanager, "root": str(stack.root)}
+        tell(addresses | {"grafana": grafana_hint(stack.root)})
+        if options.started:
+            code = await _run_until(options, ended)
+            over = True
+            if not options.once and not ended.is_set():
+                await ended.wait()
+        else:
+            await ended.wait()
+        alerts = await story.fired(stack, begin, time.time(), every)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+    return {**addresses, "run_exit_code": code, "alerts": msgspec.to_builtins(alerts)}
+
+
+async def _run_until(options: Options, ended: asyncio.Event) -> int:
+    """The run that was started, to its end, or stopped when we are; its exit code."""
+    log = options.root / "run.log"
+    with log.open("wb") as output, (options.root / "run.json").open("wb") as answer:
+        child = await asyncio.create_subprocess_exec(
+            *options.started, stdin=asyncio.subprocess.DEVNULL, stdout=answer, stderr=output, start_new_session=True, env=dict(os.environ)
+        )
+    waiting = asyncio.create_task(child.wait())
+    asked = asyncio.create_task(ended.wait())
+    await asyncio.wait((waiting, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if not waiting.done():
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await asyncio.shield(waiting)
+        if not waiting.done():
+            child.kill()
+    return await waiting
