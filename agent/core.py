@@ -55,7 +55,8 @@ def wake_at(state: m.NodeState) -> float | None:
     if state.current is not None and state.current.live and state.alone_since is not None and state.current.kill_deadline is None:
         times.append(state.alone_since + state.static_seconds)
     if state.current is not None:
-        times += [time for time in (state.current.kill_deadline, state.current.term_deadline) if time is not None]
+        deadlines = (state.current.kill_deadline, state.current.term_deadline, state.current.regroup_deadline)
+        times += [time for time in deadlines if time is not None]
     return min(times) if times else None
 
 
@@ -127,9 +128,34 @@ def _start(state: m.NodeState, order: wire.StartGeneration, at: float) -> m.Outc
     fenced = wire.GenerationPhase(job=job, generation=number, phase="fenced")
     following = m.Local(order=order, ordered_at=at, told={"fenced": fenced})
     effects: list[m.Effect] = [m.Persist(fences), m.Send(fenced)]
+    kept = _keepable(state.current, order)
+    if kept and state.current is not None:
+        following, launch = _keep(state.current, following, kept, at + state.regroup_seconds)
+        return _change(state, fences=fences, current=following, following=None), (*effects, m.Send(following.told["stopped"]), launch)
     state = _change(state, fences=fences, following=following)
     state, kills = _kill_current(state, at)
     return state, (*effects, *kills)
+
+
+def _keepable(local: m.Local | None, order: wire.StartGeneration) -> dict[int, int]:
+    """{rank: rank now} of the workers that can go on in the ordered generation without a new process."""
+    if local is None or not order.spec.in_place or local.job != order.spec.job or local.stage != "running":
+        return {}
+    if local.kill_deadline is not None or local.term_deadline is not None:
+        return {}
+    now = {worker.local_rank: worker.rank for worker in local.order.workers}
+    found = {worker.rank: now[worker.local_rank] for worker in order.workers if worker.local_rank in now}
+    return {rank: old for rank, old in found.items() if old in local.live and old in local.watched and old in local.pids}
+
+
+def _keep(local: m.Local, following: m.Local, kept: dict[int, int], deadline: float) -> tuple[m.Local, m.Launch]:
+    """The next generation with workers of this one: nothing is stopped; the rest is killed by the shim as it starts."""
+    stopped = wire.GenerationPhase(job=following.job, generation=following.generation, phase="stopped", detail={"kept": len(kept)})
+    pids = {rank: local.pids[old] for rank, old in kept.items()}
+    following = _change(
+        following, stage="starting", kept=kept, regroup_deadline=deadline, pids=pids, told=following.told | {"stopped": stopped}
+    )
+    return following, m.Launch(following.order, before=local.generation, kept=kept, pids=pids)
 
 
 def _kill_current(state: m.NodeState, at: float) -> m.Outcome:
@@ -284,6 +310,14 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
     """Start what waited for an end; act on deadlines."""
     state, more = _next(state, at)
     effects += more
+    local = state.current
+    if local is not None and local.regroup_deadline is not None and (at >= local.regroup_deadline or local.kept.keys() <= local.attached):
+        late = frozenset(local.kept.keys() - local.attached) & local.live
+        if local.stage == "starting" and late:  # the order to change over has not gone out yet
+            state = _change(state, current=_change(local, regroup_deadline=at + state.regroup_seconds))
+        else:
+            state = _change(state, current=_change(local, regroup_deadline=None))
+            effects += (m.Replace(local.order, late),) if late and local.stage == "running" else ()
     local = state.current
     if local is not None and local.term_deadline is not None and at >= local.term_deadline:
         state, more = _kill_current(state, at)

@@ -14,7 +14,7 @@ import msgspec
 from regrow import wire
 from regrow.agent import fences, layout, stacks
 from regrow.agent import machine as m
-from regrow.agent.protocol import StartWorkers
+from regrow.agent.protocol import ReplaceWorkers, StartWorkers, WorkerStart
 from regrow.errors import OperationalError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("regrow.agent")
 
-_ShimOrder = m.Kill | m.Launch | m.Forget
+_ShimOrder = m.Kill | m.Launch | m.Replace | m.Forget
 
 
 class Dispatcher:
@@ -62,7 +62,7 @@ class Dispatcher:
                     self._agent.socket.tell(effect.generation, effect.control, effect.ranks)
                 case m.DumpStacks():
                     self._start_background(effect)
-                case m.Kill() | m.Launch() | m.Forget():
+                case m.Kill() | m.Launch() | m.Replace() | m.Forget():
                     self._shim_orders.put_nowait(effect)
                 case m.Quit():
                     pass
@@ -82,7 +82,9 @@ class Dispatcher:
                     case m.Forget():
                         await self._agent.launcher.forget(order.job, order.generation)
                     case m.Launch():
-                        await self._launch(order.order)
+                        await self._launch(order)
+                    case m.Replace():
+                        await self._replace(order)
             except OperationalError as error:
                 _log.error("shim: %s", error.what)
 
@@ -95,7 +97,8 @@ class Dispatcher:
             self._unfenced = f"fences cannot be written to {self._agent.paths.fences}: {error.strerror}"
             _log.error("%s", self._unfenced)
 
-    async def _launch(self, order: wire.StartGeneration) -> None:
+    async def _launch(self, launch: m.Launch) -> None:
+        order = launch.order
         agent, spec, job = self._agent, order.spec, order.job_spec
         began = time.monotonic()
         try:
@@ -109,6 +112,7 @@ class Dispatcher:
                 if problem:
                     _log.warning("preload: %s", problem)
             workers = layout.worker_starts(agent.paths, order, agent.settings.node, self._environ)
+            self._regroup(launch, workers)
             state = await agent.launcher.start(
                 StartWorkers(
                     id=0,
@@ -117,6 +121,7 @@ class Dispatcher:
                     generation=spec.generation,
                     workers=workers,
                     method=job.start_method,
+                    keep=launch.pids,
                     store=order.master_address,
                 )
             )
@@ -132,6 +137,29 @@ class Dispatcher:
         pids = {worker.rank: worker.pid for worker in state.workers}
         _log.info("started job=%s generation=%d method=%s pids=%s", spec.job, spec.generation, state.method, sorted(pids.values()))
         agent.feed(m.Started(job=spec.job, generation=spec.generation, pids=pids, detail=detail))
+
+    def _regroup(self, launch: m.Launch, workers: tuple[WorkerStart, ...]) -> None:
+        """Survivors change over while the missing ones are forked."""
+        for worker in workers:
+            if worker.rank in launch.kept:
+                order = wire.Regroup(generation=launch.order.spec.generation, env=worker.env, log=worker.log)
+                told = self._agent.socket.regroup(launch.before, launch.kept[worker.rank], order)
+                _log.info("regroup rank=%d was=%d pid=%d told=%s", worker.rank, launch.kept[worker.rank], launch.pids[worker.rank], told)
+
+    async def _replace(self, replace: m.Replace) -> None:
+        """A worker that does not answer may be anywhere, in user code that swallowed the change too: it is killed."""
+        agent, order = self._agent, replace.order
+        spec = order.spec
+        starts = layout.worker_starts(agent.paths, order, agent.settings.node, self._environ)
+        late = tuple(start for start in starts if start.rank in replace.ranks)
+        _log.warning("in place: ranks %s of generation %d did not change over in time: forked anew", sorted(replace.ranks), spec.generation)
+        try:
+            state = await agent.launcher.replace(ReplaceWorkers(id=0, job=spec.job, generation=spec.generation, workers=late))
+        except OperationalError as error:
+            agent.feed(m.StartFailed(job=spec.job, generation=spec.generation, reason=error.what))
+            return
+        pids = {worker.rank: worker.pid for worker in state.workers}
+        agent.feed(m.Started(job=spec.job, generation=spec.generation, pids=pids, detail={"method": "in_place", "replaced": len(late)}))
 
     def _start_background(self, effect: m.DumpStacks) -> None:
         for rank, pid in effect.pids.items():

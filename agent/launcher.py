@@ -118,6 +118,17 @@ class Launcher:
         self._generations[(request.job, request.generation)] = reply.generation
         return reply.generation
 
+    async def replace(self, request: protocol.ReplaceWorkers) -> protocol.GenerationState:
+        """Kill and fork anew some ranks of a generation. The request's id is set here.
+
+        Raises:
+            OperationalError: the shim refused, failed, or did not answer.
+        """
+        reply = await self._ask(request, _START_SECONDS)
+        assert reply.generation is not None
+        self._generations[(request.job, request.generation)] = reply.generation
+        return reply.generation
+
     async def stop(self, job: str, generation: int, number: int = signal.SIGKILL) -> tuple[int, ...]:
         """Signal this and older generations of the job. Returns pids that were alive. A shim that does not answer is killed."""
         if self._is_fresh():

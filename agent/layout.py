@@ -158,6 +158,8 @@ def worker_environment(
         "REGROW_SPEC": str(paths.generation(spec.job, number) / "spec.json"),
         "REGROW_JOB_SPEC": str(paths.generation(spec.job, number) / "job.json"),
     }
+    if job.in_place:
+        env["REGROW_IN_PLACE"] = "1"
     if worker.device_uuid:
         env.setdefault("REGROW_DEVICE", worker.device_uuid)
     return env

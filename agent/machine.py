@@ -46,6 +46,12 @@ class Local(msgspec.Struct, frozen=True, kw_only=True):
     told: dict[str, wire.GenerationPhase] = {}
     """Phases that all ranks passed, as told; told again to a new leader."""
     exits: dict[int, wire.WorkerExit] = {}
+    kept: dict[int, int] = {}
+    """{rank: rank in the generation before} of workers that are to go on in this one, in their processes."""
+    regroup_deadline: float | None = None
+    """When those of them that did not say hello are replaced."""
+    watched: frozenset[int] = frozenset()
+    """Ranks that can change their generation in place."""
     acknowledged: frozenset[int] = frozenset()
     attached: frozenset[int] = frozenset()
     """Ranks that use the worker library. The others are judged by their exit status alone."""
@@ -112,6 +118,8 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0
     """Workers that may run here; 0: any number."""
     kill_limit_seconds: float = 10.0
+    regroup_seconds: float = 3.0
+    """A worker that is to go on in place and does not say hello in its new generation within this time is replaced by a fork."""
     static_seconds: float = 7200.0
     """Workers go on for so long without a leader."""
 
@@ -173,7 +181,7 @@ class Adopted(msgspec.Struct, frozen=True, kw_only=True):
 class Said(msgspec.Struct, frozen=True):
     """A worker said something."""
 
-    message: wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed
+    message: wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed | wire.WorkerWatch
 
 
 class LeaveAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +218,19 @@ class Launch(msgspec.Struct, frozen=True):
     """Start the workers."""
 
     order: wire.StartGeneration
+    before: int = 0
+    """The generation that workers are kept of."""
+    kept: dict[int, int] = {}
+    """{rank: rank in the generation before} of workers that go on in their processes."""
+    pids: dict[int, int] = {}
+    """{rank: pid} of these."""
+
+
+class Replace(msgspec.Struct, frozen=True):
+    """Kill what runs as these ranks of the generation and start them anew: they did not change over in time."""
+
+    order: wire.StartGeneration
+    ranks: frozenset[int]
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,5 +269,5 @@ class Quit(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Effect = Persist | Kill | Launch | Forget | Send | ToWorkers | DumpStacks | Quit
+Effect = Persist | Kill | Launch | Replace | Forget | Send | ToWorkers | DumpStacks | Quit
 Outcome = tuple[NodeState, tuple[Effect, ...]]

@@ -81,6 +81,8 @@ class StartWorkers(_Line, frozen=True, kw_only=True, tag="start"):
     generation: int
     workers: tuple[WorkerStart, ...]
     method: str = "warm"
+    keep: dict[int, int] = {}
+    """{rank: pid} of workers of an older generation that go on in this one; those that died meanwhile are forked anew."""
     store: str = ""
     """Address of the store of this generation; when it is ours it belongs to the generation from now on."""
 
@@ -92,6 +94,15 @@ class StopWorkers(_Line, frozen=True, kw_only=True, tag="stop"):
     job: str
     generation: int
     signal: int = 9
+
+
+class ReplaceWorkers(_Line, frozen=True, kw_only=True, tag="replace"):
+    """Kill what runs as these ranks of a generation, and fork them anew: they did not change their generation in time."""
+
+    id: int
+    job: str
+    generation: int
+    workers: tuple[WorkerStart, ...]
 
 
 class ForgetGeneration(_Line, frozen=True, kw_only=True, tag="forget"):
@@ -129,7 +140,7 @@ class ExitShim(_Line, frozen=True, kw_only=True, tag="exit"):
     id: int
 
 
-ShimRequest = StartWorkers | StopWorkers | ForgetGeneration | ListWorkers | OpenStore | Preload | ExitShim
+ShimRequest = StartWorkers | StopWorkers | ReplaceWorkers | ForgetGeneration | ListWorkers | OpenStore | Preload | ExitShim
 
 
 class Ready(_Line, frozen=True, kw_only=True, tag="ready"):

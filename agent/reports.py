@@ -26,7 +26,8 @@ _WORST = {"snapshot": 0, "skipped": 1, "failed": 2}
 
 
 def said(
-    state: m.NodeState, message: wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed
+    state: m.NodeState,
+    message: wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed | wire.WorkerWatch,
 ) -> m.Outcome:
     """Fold one line of a worker. Lines of other generations, and of ranks that are not ours, have no effect."""
     local = state.current
@@ -35,6 +36,8 @@ def said(
     match message:
         case wire.WorkerHello():
             local, effects = _hello(local, message)
+        case wire.WorkerWatch():
+            local, effects = _change(local, watched=local.watched | {message.rank}), ()
         case wire.WorkerPhase():
             local, effects = _phase(local, message)
         case wire.StepReport():

@@ -49,6 +49,7 @@ class Shim:
         self._handlers: dict[type[Any], Callable[[Any], protocol.Reply]] = {
             protocol.StartWorkers: self._start,
             protocol.StopWorkers: self._stop,
+            protocol.ReplaceWorkers: self._replace,
             protocol.ForgetGeneration: self._forget,
             protocol.ListWorkers: lambda request: protocol.Reply(id=request.id, state=self._ready()),
             protocol.OpenStore: self._open_store,
@@ -161,13 +162,16 @@ class Shim:
                 return protocol.Reply(
                     id=request.id, error=f"generation {request.generation} is older than {max(newer)}, which was started here"
                 )
-            problems = (*self._import_problems, *preload.check().problems)
-            started = self._starter.start(request, problems)
-            self._roster.add(started.state, started.group)
+            kept: dict[int, protocol.WorkerState] = {}
+            if request.keep:
+                self._reap()
+                kept = self._roster.release(request.job, request.keep)
+            started = self._starter.start(request, (*self._import_problems, *preload.check().problems), without=frozenset(kept))
+            known = starting.with_kept(started.state, request, kept)
+            self._roster.add(known, started.group)
             if started.error:
-                self._roster.signal(started.state, signal.SIGKILL)
+                self._roster.signal(known, signal.SIGKILL)
                 return protocol.Reply(id=request.id, error=started.error)
-            known = started.state
         if request.store:
             self._give_store(request.store, request.job, request.generation)
         return protocol.Reply(id=request.id, generation=known)
@@ -180,6 +184,14 @@ class Shim:
         if request.signal == signal.SIGKILL:
             self._end_stores(request.job, request.generation)
         return protocol.Reply(id=request.id, pids=tuple(pids))
+
+    def _replace(self, request: protocol.ReplaceWorkers) -> protocol.Reply:
+        known = self._roster.get(request.job, request.generation)
+        if known is None:
+            return protocol.Reply(id=request.id, error=f"generation {request.generation} does not run here")
+        started = self._starter.start(request, (*self._import_problems, *preload.check().problems))
+        self._roster.replace(request.job, request.generation, started.state.workers, started.group)
+        return protocol.Reply(id=request.id, error=started.error, generation=self._roster.get(request.job, request.generation))
 
     def _forget(self, request: protocol.ForgetGeneration) -> protocol.Reply:
         self._roster.forget(request.job, request.generation)

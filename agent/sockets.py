@@ -16,7 +16,7 @@ from regrow.agent.chaos import Inject, Injected
 
 _log = logging.getLogger("regrow.agent.sockets")
 
-_FROM_SOCKET = wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed | Inject
+_FROM_SOCKET = wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed | wire.WorkerWatch | Inject
 
 
 class _Worker:
@@ -37,6 +37,7 @@ class WorkerSocket:
         self._on_line = on_line
         self._on_inject = on_inject
         self._workers: dict[tuple[int, int], _Worker] = {}
+        self._watches: dict[tuple[int, int], asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.StreamWriter] = set()
 
@@ -64,6 +65,14 @@ class WorkerSocket:
                 told += 1
         return told
 
+    def regroup(self, generation: int, rank: int, order: wire.Regroup) -> bool:
+        """Tell a worker that can change its generation in place to do so. False: it has no connection for that."""
+        watch = self._watches.pop((generation, rank), None)
+        if watch is None:
+            return False
+        watch.write(wire.encode(order))
+        return True
+
     async def until_ended(self, generation: int, rank: int, limit_seconds: float) -> None:
         """Wait until all lines of a worker that is dead were read: its end of file, at most `limit_seconds`."""
         worker = self._workers.get((generation, rank))
@@ -81,6 +90,8 @@ class WorkerSocket:
                 if isinstance(message, wire.WorkerHello):
                     worker = _Worker(message.generation, message.rank, writer)
                     self._workers[(message.generation, message.rank)] = worker
+                if isinstance(message, wire.WorkerWatch):
+                    self._watches[(message.generation, message.rank)] = writer
                 if isinstance(message, Inject):
                     writer.write(wire.encode(await self._on_inject(message)))
                 elif message is not None:
@@ -92,6 +103,8 @@ class WorkerSocket:
                 worker.ended.set()
                 if self._workers.get((worker.generation, worker.rank)) is worker:
                     del self._workers[(worker.generation, worker.rank)]
+            for key in [key for key, watch in self._watches.items() if watch is writer]:
+                del self._watches[key]
             self._clients.discard(writer)
             writer.close()
 

@@ -30,18 +30,24 @@ class Starter:
         self.opening: dict[int, protocol.StoreState] = {}
         """Store children that have not said yet that they serve, by pid."""
 
-    def start(self, request: protocol.StartWorkers, problems: tuple[str, ...]) -> Started:
-        """Start all workers of a request; the first one leads their process group. Raises `child.Forked` in children.
+    def start(
+        self, request: protocol.StartWorkers | protocol.ReplaceWorkers, problems: tuple[str, ...], *, without: frozenset[int] = frozenset()
+    ) -> Started:
+        """Start the workers of a request except the ranks `without`; the first one leads their process group. Raises
+        `child.Forked` in children.
 
         With `problems`, or an environment that a running interpreter cannot take over, the start is cold.
         """
         began = time.monotonic()
-        reason = cold_reason(request, problems)
-        method = "cold" if reason or request.method == "cold" else "warm"
+        asked = request.method if isinstance(request, protocol.StartWorkers) else "warm"
+        reason = cold_reason(request.workers, problems) if asked == "warm" else ""
+        method = "cold" if reason else asked
         group = 0
         workers: list[protocol.WorkerState] = []
         error = ""
         for worker in request.workers:
+            if worker.rank in without:
+                continue
             try:
                 pid = self._fork(worker, group) if method == "warm" else self._exec(worker, group)
             except OSError as problem:
@@ -61,7 +67,7 @@ class Starter:
             )
         state = protocol.GenerationState(
             job=request.job,
-            epoch=request.epoch,
+            epoch=request.epoch if isinstance(request, protocol.StartWorkers) else 0,
             generation=request.generation,
             workers=tuple(workers),
             method=method,
@@ -126,14 +132,30 @@ class Starter:
         return process.pid
 
 
-def cold_reason(request: protocol.StartWorkers, problems: tuple[str, ...]) -> str:
-    """Why a warm start that was asked for is not possible; empty when it is."""
-    if request.method != "warm":
-        return ""
+def with_kept(
+    state: protocol.GenerationState, request: protocol.StartWorkers, kept: dict[int, protocol.WorkerState]
+) -> protocol.GenerationState:
+    """The generation with the workers that go on in it, in the order of the request."""
+    if not kept:
+        return state
+    places = {worker.rank: worker for worker in request.workers}
+    made = {worker.rank: worker for worker in state.workers}
+    made |= {
+        rank: msgspec.structs.replace(
+            worker, rank=rank, local_rank=places[rank].local_rank, log=places[rank].log, method="in_place", torn_down=False
+        )
+        for rank, worker in kept.items()
+    }
+    workers = tuple(made[rank] for rank in places if rank in made)
+    return msgspec.structs.replace(state, workers=workers, method="in_place")
+
+
+def cold_reason(workers: tuple[protocol.WorkerStart, ...], problems: tuple[str, ...]) -> str:
+    """Why a warm start is not possible; empty when it is."""
     if problems:
         return "unsafe to fork: " + "; ".join(problems)
     own = preload.fixed_environment(dict(os.environ))
-    for worker in request.workers:
+    for worker in workers:
         asked = preload.fixed_environment(worker.env)
         different = sorted(name for name in asked if asked[name] != own.get(name))
         if different:

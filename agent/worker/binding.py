@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from regrow import wire
+from regrow.agent.worker import regroup
 from regrow.agent.worker.digest import Digester
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.failure import EXIT_RESTORE_FAILED
 from regrow.agent.worker.link import AgentLink
+from regrow.agent.worker.live import LiveState
 from regrow.agent.worker.steps import StepLoop
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
 from regrow.ckpt import catalog
@@ -72,6 +74,8 @@ class BoundState:
         self._link = link
         self.inner = inner
         """The `regrow.ckpt.state.TrainState`; None for a run that has no checkpoint folder."""
+        self.live: LiveState | None = None
+        """What survivors of a generation can go on with; None where the process does not change its generation in place."""
 
     @property
     def step(self) -> int:
@@ -93,6 +97,8 @@ class BoundState:
         """
         self._loop.phase("restore")
         begin = time.perf_counter()
+        if self._from_memory(begin):
+            return self._loop.step
         point: wire.RestorePoint | None = None
         try:
             point = restore_point(self._run.environment) if self.inner is not None else None
@@ -108,6 +114,22 @@ class BoundState:
             self._run.restored(step, self.inner.samples, seconds)
         self._loop.passed("restored", seconds, directory=point.directory if point is not None else "")
         return step
+
+    def _from_memory(self, begin: float) -> bool:
+        """Take up what survivors hold. The same answer on all ranks; False: the disk."""
+        held = regroup.take_held()
+        environment = self._run.environment
+        if self.live is None or not environment.spec.in_place or environment.world_size == 1:
+            return False
+        source = self.live.take_up(held, environment.spec, environment.rank, self._run.exchange, self._run.control_group)
+        if source is None:
+            return False
+        if self.inner is not None:
+            self.inner.step, self.inner.samples = source.step, source.samples
+        seconds = time.perf_counter() - begin
+        self._run.restored(source.step, source.samples, seconds, saved=False)
+        self._loop.passed("restored", seconds, source="memory", from_peers=len(source.givers))
+        return True
 
     def _load(self, point: wire.RestorePoint | None) -> int:
         if point is None or self.inner is None:
@@ -147,12 +169,13 @@ def bind(
     """Make the TrainState of this run, let the step loop save it, and watch it."""
     environment = run.environment
     watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), every=digest_every, budget=digest_budget)
+    live = _live_state(loop, objects) if regroup.possible() else None
     if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
         if environment.checkpoint and environment.rank == 0:
             _log.warning(
                 "no checkpoints: %d processes without a checkpoint writer; start the script with `regrow run`", environment.world_size
             )
-        return BoundState(run, loop, link, None)
+        return _with_live(BoundState(run, loop, link, None), live)
     first = environment.rank - environment.local_rank
     place = Place(
         spec=environment.spec,
@@ -168,7 +191,21 @@ def bind(
     }
     state = TrainState.attach(place, writer=environment.writer or None, exchange=exchange, facts=facts, **objects)
     loop.keeper = StateKeeper(state)
-    return BoundState(run, loop, link, state)
+    return _with_live(BoundState(run, loop, link, state), live)
+
+
+def _with_live(state: BoundState, live: LiveState | None) -> BoundState:
+    state.live = live
+    return state
+
+
+def _live_state(loop: StepLoop, objects: dict[str, Any]) -> LiveState:
+    """Marked by the step loop at each boundary, held by whoever ends the generation."""
+    able = not (objects.get("data") or objects.get("extra") or objects.get("generators"))
+    live = LiveState(objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"), able=able)
+    loop.live = live
+    regroup.hold_by(live.hold)
+    return live
 
 
 def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[Any], *, every: int = 0, budget: float = 0.0) -> None:

@@ -62,6 +62,18 @@ class Watch(Protocol):
         ...
 
 
+class Live(Protocol):
+    """What marks the state that survivors of a generation go on with."""
+
+    def updating(self) -> None:
+        """The optimizer is about to write."""
+        ...
+
+    def resting(self, step: int, samples: int) -> None:
+        """What there is now is the state of this completed step."""
+        ...
+
+
 class NoWatch:
     """Looks at nothing."""
 

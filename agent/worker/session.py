@@ -31,7 +31,7 @@ import psutil
 from regrow import wire
 from regrow.agent.progress import ProgressWriter, parse_location
 from regrow.agent.worker import environment as environments
-from regrow.agent.worker import failure
+from regrow.agent.worker import failure, regroup
 from regrow.agent.worker.binding import BoundState, bind
 from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.chaos import Faults
@@ -41,6 +41,7 @@ from regrow.agent.worker.environment import Defaults, WorkerEnvironment
 from regrow.agent.worker.groups import Groups, pick_device
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.ports import Measures
+from regrow.agent.worker.regroup import GenerationChanged, in_place
 from regrow.agent.worker.steps import StepLoop
 from regrow.ckpt import exchange
 from regrow.ids import MeshShape
@@ -49,22 +50,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+__all__ = ["GenerationChanged", "Run", "attach", "in_place"]
 
 _log = logging.getLogger("regrow.worker")
 
 _current: Run | None = None
-
-
-class GenerationChanged(BaseException):
-    """This generation is over. A BaseException, so that `except Exception` in user code does not swallow it.
-
-    Attributes:
-        generation: the generation that ended.
-    """
-
-    def __init__(self, generation: int, reason: str = "") -> None:
-        super().__init__(f"generation {generation} is over{': ' if reason else ''}{reason}")
-        self.generation = generation
 
 
 class Run:
@@ -179,6 +169,16 @@ class Run:
         self.plans.append(plan)
         return plan
 
+    @property
+    def control_group(self) -> Any:
+        """The gloo group of our own messages: nothing of ours queues among the user's collectives. None in a world of one."""
+        return self._groups.control
+
+    @property
+    def exchange(self) -> exchange.Exchange:
+        """All ranks' bytes to all ranks."""
+        return exchange.over(self._groups.control) if self.world_size > 1 else exchange.alone
+
     # --- the state --------------------------------------------------------------------------------------------
 
     def train_state(
@@ -210,14 +210,12 @@ class Run:
         """
         self._loop.passed("model", time.perf_counter() - self._model_began)
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "extra": extra, **options}
-        # The control group carries it, so that nothing of ours queues among the user's collectives.
-        over = exchange.over(self._groups.control) if self.world_size > 1 else exchange.alone
-        return bind(self, self._loop, self._link, over, digest_every=digest_every, digest_budget=digest_budget, **objects)
+        return bind(self, self._loop, self._link, self.exchange, digest_every=digest_every, digest_budget=digest_budget, **objects)
 
-    def restored(self, step: int, samples: int | None = None, seconds: float = 0.0) -> None:
+    def restored(self, step: int, samples: int | None = None, seconds: float = 0.0, *, saved: bool = True) -> None:
         """Go on after completed step `step` with `samples` consumed. `BoundState.restore` calls it; so does a script that
         restores by itself."""
-        self._loop.restored(step, step * self.global_batch if samples is None else samples, seconds)
+        self._loop.restored(step, step * self.global_batch if samples is None else samples, seconds, saved=saved)
         for plan in self.plans:
             plan.rebase(self._loop.step, self._loop.samples)
 
@@ -348,7 +346,7 @@ def attach(
     link = AgentLink(environment.socket, greeting)
     faults = Faults(enabled=environment.chaos, rank=environment.rank)
     loop = StepLoop(environment, link, progress, Cadence(environment.job_spec.checkpoint, environment.spec), faults)
-    failure.UncaughtHook(lambda error: _last_words(error, environment, loop, link))
+    hook = failure.UncaughtHook(lambda error: _last_words(error, environment, loop, link))
     if environment.progress:
         failure.register_stacks(Path(parse_location(environment.progress)[0]).parent, environment.rank)
     loop.phase("rendezvous")
@@ -362,11 +360,22 @@ def attach(
     loop.passed("rendezvous", time.perf_counter() - began)
     _current = Run(environment, device, groups, link, loop)
     _stop_on_sigterm(loop)
-    # Registered first, so run last: the interpreter's final collections then have nothing to walk, which takes 1.5 of the
-    # 2 CPU-seconds that the exit of a forked torch process costs.
+    # Registered first, so run last: the interpreter's final collections, 1.5 CPU-seconds, then have nothing to walk.
     atexit.register(gc.freeze)
     atexit.register(_current.close)
+    loop.check = regroup.watch(environment, lambda: _leave(hook))
     return _current
+
+
+def _leave(hook: failure.UncaughtHook) -> None:
+    """Take the run apart, so that `attach` can join the next generation."""
+    hook.remove()
+    handler = signal.getsignal(signal.SIGTERM)
+    if getattr(handler, "__module__", "") == __name__:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _current is not None:
+        atexit.unregister(_current.close)
+        _current.close()
 
 
 def _last_words(error: BaseException, environment: WorkerEnvironment, loop: StepLoop, link: AgentLink) -> None:

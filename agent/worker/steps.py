@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from regrow import wire
@@ -13,7 +13,7 @@ from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.control import ControlVector, Words
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.link import AgentLink
-from regrow.agent.worker.ports import Keeper, Measures, NoWatch, Watch
+from regrow.agent.worker.ports import Keeper, Live, Measures, NoWatch, Watch
 from regrow.errors import ConfigurationError, OperationalError
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ class StepLoop:
         self._cost_us = 0
         self.keeper: Keeper | None = None
         self.watch: Watch = NoWatch()
+        self.live: Live | None = None
         self.faults = faults
+        self.check: Callable[[], None] = lambda: None
+        """Called at each boundary; raises GenerationChanged when this generation is over."""
         self.step = 0
         self.samples = 0
         self.started = 0
@@ -67,10 +70,10 @@ class StepLoop:
         self._control = control
         self._cost_us = int(cost_seconds * 1e6)
 
-    def restored(self, step: int, samples: int, seconds: float) -> None:
-        """Go on after completed step `step`."""
+    def restored(self, step: int, samples: int, seconds: float, *, saved: bool = True) -> None:
+        """Go on after completed step `step`; `saved`: it is on storage."""
         self.step, self.samples = step, samples
-        self._last_saved = step or -1
+        self._last_saved = step if saved and step else -1
         self._cadence.started_at(step, seconds)
 
     def request(self, *, save: bool = False, stop: bool = False) -> None:
@@ -116,6 +119,7 @@ class StepLoop:
         self.finish()
 
     def _begin(self, step: int) -> None:
+        self.check()
         self.started = step
         self._began, self._began_cpu, self._computed = time.perf_counter(), time.process_time(), None
         if self._progress is not None:
@@ -130,6 +134,8 @@ class StepLoop:
     def before_update(self) -> None:
         """The optimizer is about to write. Safe to call more than once a step."""
         self._before_sync(own=False)
+        if self.live is not None:
+            self.live.updating()
         self.watch.before_update()
 
     def _before_sync(self, *, own: bool) -> None:
@@ -160,6 +166,8 @@ class StepLoop:
         if agreed is not None:
             self._boundary(step, agreed)
         self.watch.resting(step)
+        if self.live is not None:
+            self.live.resting(step, self.samples)
         self._num_applied += 1
         if self._num_applied == 1:
             self.passed("first_step", seconds)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from regrow.agent.worker.session import GenerationChanged, Run, attach
+    from regrow.agent.worker.session import GenerationChanged, Run, attach, in_place
     from regrow.ckpt.state import TrainState
 
-__all__ = ["GenerationChanged", "Run", "TrainState", "__version__", "attach"]
+__all__ = ["GenerationChanged", "Run", "TrainState", "__version__", "attach", "in_place"]
 
 _HOMES = {
     "attach": "regrow.agent.worker.session",
+    "in_place": "regrow.agent.worker.session",
     "Run": "regrow.agent.worker.session",
     "GenerationChanged": "regrow.agent.worker.session",
     "TrainState": "regrow.ckpt.state",

@@ -40,6 +40,7 @@ def run(
     fresh: Annotated[bool, typer.Option(help="Start at step 0 although there are checkpoints, or none can be read.")] = False,
     hang_seconds: Annotated[float, typer.Option(help="Limit for a step without progress; 0: learned.")] = 0.0,
     preload: Annotated[str, typer.Option(help="Modules that warm workers have imported, comma separated.")] = "",
+    in_place: Annotated[bool, typer.Option(help="Survivors keep their processes (scripts under regrow.in_place).")] = False,
     cold: Annotated[bool, typer.Option(help="Start workers cold instead of forking warm ones.")] = False,
     supervisor: remote.Address = "",
     store: remote.StoreUrl = "",
@@ -77,13 +78,15 @@ def run(
         fresh=fresh,
         hang_seconds=hang_seconds,
         preload=tuple(word for word in preload.split(",") if word),
+        in_place=in_place,
         cold=cold,
         cwd=str(Path.cwd()),
     )
     spec = jobs.specification(request)
-    if nodes:
-        code, document = asyncio.run(jobs.run_local(spec, request, plain=plain or as_json))
-    else:
-        code, document = asyncio.run(jobs.run_remote(spec, remote.find(supervisor, store, cluster), plain=plain or as_json))
+    quiet = plain or as_json
+    work = (
+        jobs.run_local(spec, request, plain=quiet) if nodes else jobs.run_remote(spec, remote.find(supervisor, store, cluster), plain=quiet)
+    )
+    code, document = asyncio.run(work)
     emit(document, as_json=as_json, human=lambda: say(jobs.closing_line(document)))
     raise typer.Exit(code)

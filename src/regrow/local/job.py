@@ -42,6 +42,7 @@ class Request:
     hang_seconds: float = 0.0
     preload: tuple[str, ...] = ()
     cold: bool = False
+    in_place: bool = False
     cwd: str = "."
 
 
@@ -83,6 +84,7 @@ def specification(request: Request) -> wire.JobSpec:
         max_restarts=request.max_restarts,
         nice=10 if request.nodes else 0,
         start_method="cold" if request.cold else "warm",
+        in_place=request.in_place,
         preload=request.preload,
         hang_seconds=request.hang_seconds,
     )

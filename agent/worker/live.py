@@ -1,0 +1,239 @@
+"""State without the disk: what survivors hold in memory is taken up by the next generation, where all of it is there at one step.
+
+A rank's state counts when nothing wrote to it since the boundary of its last completed step: not the optimizer (it may have
+been stopped in the middle of an update), and nobody else (version counters of all tensors tell, so batch statistics that a
+broken forward pass moved are seen too). It is used when every part that a rank of the new mesh needs is held by somebody at
+one step that is not older than the checkpoint: always so for replicas (DDP, HSDP), never for shards that died with their
+only holder. Who lacks it gets it from a peer.
+
+Not offered, so that the disk is used: loaders with a state (`data=`), `extra=`, named generators. A rank that was replaced
+continues with random streams derived anew, as after a change of mesh: its own died with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+
+from regrow import wire
+from regrow.ckpt import flatten, plain, private, rng
+from regrow.ckpt.exchange import Exchange
+from regrow.ckpt.materialise import materialise
+from regrow.ckpt.plan import encode_boxes
+
+_log = logging.getLogger("regrow.worker")
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """State of a rank at a completed step, out of the hands of the script."""
+
+    step: int
+    samples: int
+    shard: str
+    """Digest of the names and boxes of all tensors: who has the same holds the same parts of the whole."""
+    tensors: dict[str, torch.Tensor]
+    schedules: list[Any]
+    groups: list[Any]
+    values: dict[str, Any]
+    python: Any
+    torch: torch.Tensor
+    numpy: Any = None
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says before the state is taken up."""
+
+    step: int = -1
+    """Of what it holds; -1: nothing."""
+    samples: int = 0
+    has: str = ""
+    needs: str = ""
+    able: bool = True
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Who gives what to whom: {rank that lacks it: rank that holds it}."""
+
+    step: int
+    samples: int
+    givers: dict[int, int]
+
+
+def choose(offers: list[Offer], oldest: int) -> Source | None:
+    """The newest step at which every needed part is held by somebody; None: the disk.
+
+    Args:
+        offers: in rank order.
+        oldest: step of the checkpoint; what is older in memory is of no use.
+    """
+    if not all(offer.able for offer in offers):
+        return None
+    for step in sorted({offer.step for offer in offers if offer.step >= max(oldest, 1)}, reverse=True):
+        holders: dict[str, int] = {}
+        for rank, offer in enumerate(offers):
+            if offer.step == step:
+                holders.setdefault(offer.has, rank)
+        if all(offer.needs in holders for offer in offers):
+            lacking = {rank: holders[offer.needs] for rank, offer in enumerate(offers) if (offer.step, offer.has) != (step, offer.needs)}
+            samples = max(offer.samples for offer in offers if offer.step == step)
+            return Source(step=step, samples=samples, givers=lacking)
+    return None
+
+
+class LiveState:
+    """The live training state of a rank: marked at each boundary, held when the generation ends, taken up in the next."""
+
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, aliases: Any, *, able: bool) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._schedulers = private.schedulers_of(scheduler)
+        self._aliases = dict(aliases or {})
+        self._able = able
+        self._updating = False
+        self._step = -1
+        self._samples = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._versions: list[int] = []
+        self._random: tuple[Any, torch.Tensor, Any] | None = None
+        self._schedules: list[Any] = []
+
+    def updating(self) -> None:
+        """The optimizer is about to write."""
+        self._updating = True
+
+    def resting(self, step: int, samples: int) -> None:
+        """The boundary of `step` is over: what there is now is the state of that step."""
+        if not self._able:
+            return
+        if not self._versions:
+            self._tensors = {name: flatten.local_of(value) for name, value in self._collect()[0].items()}
+        self._step, self._samples, self._updating = step, samples, False
+        self._versions = [value._version for value in self._tensors.values()]  # noqa: SLF001
+        numpy = sys.modules.get("numpy")
+        self._random = (random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None)
+        self._schedules = [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers]
+
+    def hold(self) -> Held | None:
+        """The state of the last completed step, if it is whole; None when something wrote to it since."""
+        if self._updating or self._step < 1 or self._random is None:
+            return None
+        tensors, values, names = self._collect()
+        local = {name: flatten.local_of(value) for name, value in tensors.items()}
+        known = {name: value.data_ptr() for name, value in self._tensors.items()}
+        if {name: value.data_ptr() for name, value in local.items()} != known:
+            return None
+        if [value._version for value in local.values()] != self._versions:  # noqa: SLF001
+            return None
+        return Held(
+            step=self._step,
+            samples=self._samples,
+            shard=_shard(tensors),
+            tensors=local,
+            schedules=self._schedules,
+            groups=list(private.groups(self._optimizer, names)),
+            values=values,
+            python=self._random[0],
+            torch=self._random[1],
+            numpy=self._random[2],
+        )
+
+    def take_up(self, held: Held | None, spec: wire.GenerationSpec, rank: int, exchange: Exchange, group: Any) -> Source | None:
+        """Put what is held somewhere into the objects of the script. Collective; None on all ranks: use the disk."""
+        for one in flatten.optimizers_of(self._optimizer):
+            materialise(one)
+        tensors, _, names = self._collect()
+        began = time.perf_counter()
+        mine = Offer(needs=_shard(tensors), able=self._able)
+        if held is not None:
+            mine = msgspec.structs.replace(mine, step=held.step, samples=held.samples, has=held.shard)
+        offers = [msgspec.json.decode(data, type=Offer) for data in exchange(msgspec.json.encode(mine))]
+        source = choose(offers, spec.restore.step if spec.restore else 0)
+        if source is None:
+            _log.info("in place: no whole state in memory, steps held: %s", [offer.step for offer in offers])
+            return None
+        local = {name: flatten.local_of(value) for name, value in tensors.items()}
+        if rank not in source.givers:
+            assert held is not None
+            for name, value in local.items():
+                value.copy_(held.tensors[name])
+            self._load(held.schedules, held.groups, held.values, names)
+            _set_random(held)
+        for taker, giver in sorted(source.givers.items()):
+            if rank == giver:
+                _give(local, self._plain(names), taker, group)
+            elif rank == taker:
+                schedules, groups, values, stream = _take(local, giver, group)
+                self._load(schedules, groups, values, names)
+                rng.derive(stream, step=source.step, rank=rank, world_size=spec.world_size, generators={})
+        _log.info(
+            "in place: state of step %d from memory, %d ranks from peers, %.3f s",
+            source.step,
+            len(source.givers),
+            time.perf_counter() - began,
+        )
+        return source
+
+    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[int, str]]:
+        names = flatten.parameter_names(self._model, self._aliases)
+        model = flatten.model_tensors(self._model, self._aliases)
+        optimizer = flatten.optimizer_state(self._optimizer, names)
+        tensors = {f"model.{name}": value for name, value in model.tensors.items()}
+        tensors |= {f"model.{name}#{index}": value for index, (name, value) in enumerate(model.copies)}
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer.tensors.items()}
+        tensors |= {f"optimizer.{name}#{index}": value for index, (name, value) in enumerate(optimizer.copies)}
+        if model.others:
+            self._able = False
+        return dict(sorted(tensors.items())), dict(optimizer.others), names
+
+    def _plain(self, names: dict[int, str]) -> bytes:
+        schedules = [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers]
+        values = dict(flatten.optimizer_state(self._optimizer, names).others)
+        return msgspec.json.encode([schedules, list(private.groups(self._optimizer, names)), values, rng.capture({})])
+
+    def _load(self, schedules: list[Any], groups: list[Any], values: dict[str, Any], names: dict[int, str]) -> None:
+        for scheduler, state in zip(self._schedulers, schedules, strict=True):
+            scheduler.load_state_dict(plain.decode(state))
+        if self._optimizer is not None:
+            private.restore_groups(self._optimizer, names, groups)
+            private.set_values(self._optimizer, names, values)
+
+
+def _shard(tensors: dict[str, torch.Tensor]) -> str:
+    return xxhash.xxh3_128_hexdigest(encode_boxes([flatten.item_of(name, value).box for name, value in tensors.items()]))
+
+
+def _set_random(held: Held) -> None:
+    random.setstate(held.python)
+    torch.set_rng_state(held.torch)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and held.numpy is not None:
+        numpy.random.set_state(held.numpy)
+
+
+def _give(tensors: dict[str, torch.Tensor], rest: bytes, taker: int, group: Any) -> None:
+    dist.send(torch.tensor([len(rest)], dtype=torch.int64), taker, group=group)
+    dist.send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), taker, group=group)
+    for value in tensors.values():
+        if value.numel():
+            dist.send(value.cpu().contiguous(), taker, group=group)
+
+
+def _take(tensors: dict[str, torch.Tensor], giver: int, group: Any) -> list[Any]:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, giver, group=group)
+    rest = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(rest, giver, group=group)
+    for value in tensors.values():
+        if value.numel():
+            buffer = torch.empty(value.shape, dtype=value.dtype)
+            dist.recv(buffer, giver, group=group)
+            value.copy_(buffer)
+    return msgspec.json.decode(rest.numpy().tobytes())

@@ -1,0 +1,293 @@
+"""Changing the generation in place: the process stays, its collectives are broken, its script's main function runs again.
+
+    def main() -> None:
+        run = regrow.attach()
+        ...
+
+    regrow.in_place(main)
+
+One thread waits for the agent's word. When it comes, it shuts the sockets of all process groups down, which is the only
+thing that frees a thread that gloo holds in a collective; the error unwinds `main`, or the step loop raises
+`GenerationChanged` at its next boundary. Then `main` runs again, under the environment of the next generation. A process
+that is not there in time (stopped, busy, or user code that swallowed the change) is killed and forked anew by its agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from regrow import wire
+from regrow.agent.worker.environment import WorkerEnvironment
+
+_log = logging.getLogger("regrow.worker")
+
+ORDER_SECONDS = 5.0
+"""How long a worker that lost a peer waits for the order to change over before it ends with its error, as without us."""
+_AGAIN_SECONDS = 0.1
+"""Sockets are shut down again at this distance until the script has come out of its step: it may have opened new ones."""
+_RECONNECT_SECONDS = 0.2
+_LOST_PEER = re.compile(r"gloo|nccl|connection|broken pipe|socket|timed? ?out|peer|read error|store", re.IGNORECASE)
+_TIMEVAL = struct.Struct("ll")
+T = TypeVar("T")
+
+
+class GenerationChanged(BaseException):
+    """This generation is over. A BaseException, so that `except Exception` in user code does not swallow it.
+
+    Attributes:
+        generation: the generation that ended.
+    """
+
+    def __init__(self, generation: int, reason: str = "") -> None:
+        super().__init__(f"generation {generation} is over{': ' if reason else ''}{reason}")
+        self.generation = generation
+
+
+class Watcher:
+    """Waits for the order to join another generation, in a thread of its own, and breaks what the process is blocked in."""
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        self._path = environment.socket
+        self._hello = _hello(environment)
+        self._order: wire.Regroup | None = None
+        self._arrived = threading.Event()
+        self._changed = threading.Condition()
+        self._connection: socket.socket | None = None
+        self._thread = threading.Thread(target=self._watch, name="regrow-regroup", daemon=True)
+        self.num_broken = 0
+        """Connections that were shut down, over the life of the process."""
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self._thread.start()
+
+    def joined(self, environment: WorkerEnvironment) -> None:
+        """The process is in another generation now: wait for the end of that one."""
+        with self._changed:
+            self._hello = _hello(environment)
+            self._arrived.clear()
+            if self._connection is not None:
+                with contextlib.suppress(OSError):  # away: the thread says hello when it has a new connection
+                    self._connection.sendall(wire.encode(self._hello))
+
+    def check(self) -> None:
+        """Called at each step boundary.
+
+        Raises:
+            GenerationChanged: the order has come.
+        """
+        if self._order is not None:
+            raise GenerationChanged(self._hello.generation, f"generation {self._order.generation} follows")
+
+    def take(self, limit_seconds: float) -> wire.Regroup | None:
+        """The order, when it is there within the limit; from then on no socket is touched until `joined`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None, limit_seconds)
+            order, self._order = self._order, None
+            if order is not None:
+                self._arrived.set()
+            return order
+
+    def _watch(self) -> None:
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(self._path)
+                with self._changed:
+                    self._connection = connection
+                    connection.sendall(wire.encode(self._hello))
+                with connection.makefile("rb") as lines:
+                    for line in lines:
+                        self._ordered(line)
+            except OSError:
+                pass  # the agent is away: training goes on, and the next one is told that we are here
+            finally:
+                with self._changed:
+                    self._connection = None
+                connection.close()
+            time.sleep(_RECONNECT_SECONDS)
+
+    def _ordered(self, line: bytes) -> None:
+        try:
+            order = wire.decode(line, wire.ToWorker)
+        except msgspec.MsgspecError as error:
+            _log.warning("order not understood error=%s", error)
+            return
+        if not isinstance(order, wire.Regroup) or order.generation <= self._hello.generation:
+            return
+        with self._changed:
+            self._order = order
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                if not self._arrived.is_set():
+                    self.num_broken += break_collectives()
+            if self._arrived.wait(_AGAIN_SECONDS):
+                return
+
+
+_watcher: Watcher | None = None
+_leave: Callable[[], None] | None = None
+_inside = False
+_hold: Callable[[], Any] | None = None
+_held: Any = None
+
+
+def possible() -> bool:
+    """Does this process change its generation in place?"""
+    return _inside
+
+
+def hold_by(hold: Callable[[], Any]) -> None:
+    """How to get at the state of the last completed step when the generation ends."""
+    global _hold  # noqa: PLW0603
+    _hold = hold
+
+
+def take_held() -> Any:
+    """What the generation before left in memory, once; None: nothing, or it was not whole."""
+    global _held
+    held, _held = _held, None
+    return held
+
+
+def in_place(body: Callable[[], T]) -> T:
+    """Run `body` again in this process whenever the generation changes; returns what it returns.
+
+    It has to do everything from `regrow.attach()` on: the mesh may be another one. What it keeps outside of itself (modules,
+    data that was read, caches) stays. Without `--in-place`, or without a supervisor, this is a plain call.
+    """
+    global _inside  # noqa: PLW0603
+    if os.environ.get("REGROW_IN_PLACE") != "1" or not os.environ.get("REGROW_SOCKET"):
+        return body()
+    _inside = True
+    gc.freeze()  # the collection between two generations then walks what the script made, not all of torch
+    while True:
+        try:
+            return body()
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            order = _order_after(error)
+            if order is None:
+                raise
+            _log.info("in place: generation %d follows after %s: %s", order.generation, type(error).__name__, str(error).split("\n", 1)[0])
+            _keep_state()
+            _drop_frames(error)
+        _change_over(order)
+
+
+def watch(environment: WorkerEnvironment, leave: Callable[[], None]) -> Callable[[], None]:
+    """Called by `attach` when the process has joined a generation. `leave` takes the run apart.
+
+    Returns:
+        What each step boundary has to call.
+    """
+    global _watcher, _leave  # noqa: PLW0603
+    if not _inside:
+        return _nothing
+    _leave = leave
+    if _watcher is None:
+        _watcher = Watcher(environment)
+        _watcher.start()
+    else:
+        _watcher.joined(environment)
+    return _watcher.check
+
+
+def break_collectives() -> int:
+    """Shut down the connections of gloo in this process, and abort NCCL's communicators. Returns how many connections.
+
+    gloo's sockets are told from others by their receive time-out, which it sets to that of the group and which Python's
+    sockets and the store's client leave at 0.
+    """
+    count = 0
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            if not str(Path(f"/proc/self/fd/{name}").readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+                    continue
+                if not any(_TIMEVAL.unpack(copy.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size))):
+                    continue
+                copy.shutdown(socket.SHUT_RDWR)
+                count += 1
+        except OSError:
+            continue  # closed meanwhile, or not connected
+    _abort_nccl()
+    return count
+
+
+def _abort_nccl() -> None:
+    """Never run on a GPU so far. An abort frees kernels that wait for a peer; gloo needs none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    for group in list(c10d._world.pg_map):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        with contextlib.suppress(RuntimeError, AttributeError):
+            group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def _order_after(error: BaseException) -> wire.Regroup | None:
+    """The order that explains this error; one that says that a peer is gone is given time to be explained."""
+    if _watcher is None:
+        return None
+    suspicious = isinstance(error, GenerationChanged | RuntimeError | OSError) and bool(
+        isinstance(error, GenerationChanged) or _LOST_PEER.search(str(error))
+    )
+    return _watcher.take(ORDER_SECONDS if suspicious else 0.0)
+
+
+def _keep_state() -> None:
+    global _held, _hold  # noqa: PLW0603
+    _held = _hold() if _hold is not None else None
+    _hold = None
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Let go of the model, the groups and whatever else the script's frames hold."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
+def _change_over(order: wire.Regroup) -> None:
+    if _leave is not None:
+        _leave()
+    gc.collect()
+    os.environ.clear()
+    os.environ.update(order.env)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    output = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+def _hello(environment: WorkerEnvironment) -> wire.WorkerWatch:
+    return wire.WorkerWatch(job=environment.job, generation=environment.generation, rank=environment.rank, pid=os.getpid())
+
+
+def _nothing() -> None:
+    """No generation follows."""
