@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core import goodput, phases, sdc
+from regrow.supervisor.core import goodput, phases, rates, sdc
 from regrow.supervisor.core.fold_nodes import with_member
 from regrow.supervisor.core.view import (
     CheckpointView,
@@ -57,6 +57,12 @@ def open_incident(job: JobView) -> Incident | None:
     return job.incidents[-1] if job.incidents and not job.incidents[-1].closed else None
 
 
+def same_incident(job: JobView, names: tuple[str, ...]) -> Incident | None:
+    """The open incident, when it began on one of these nodes: bad news of the machine before the first new step belong to it."""
+    last = open_incident(job)
+    return last if last is not None and last.node in names else None
+
+
 def with_incident(job: JobView, incident: Incident) -> JobView:
     """The job with its last incident replaced."""
     return _change(job, incidents=(*job.incidents[:-1], incident))
@@ -74,6 +80,8 @@ def steps_completed(job: JobView, current: GenerationView, event: e.StepsComplet
         return job
     first = current.first_step_at is None
     wrong = _wrong_step(current, event) if first else current.wrong_step
+    if first and not wrong:
+        job = _kept_work(job, current, event)
     current = _change(
         current,
         stage="running",
@@ -106,11 +114,28 @@ def steps_completed(job: JobView, current: GenerationView, event: e.StepsComplet
     return _recovered(job, event)
 
 
+def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -> JobView:
+    """Steps after the checkpoint that were not lost: survivors held their state, and the generation went on from there."""
+    restored = current.spec.restore.step if current.spec.restore else 0
+    began_after = event.step - event.num_steps
+    incident = open_incident(job)
+    if not current.spec.in_place or current.adopted or incident is None or incident.generation_after != current.number:
+        return job
+    num_kept = min(began_after, incident.frontier) - restored
+    if num_kept <= 0:
+        return job
+    kept = goodput.rolled_back(job.effort, num_steps=-num_kept, step_seconds=rates.median_step(job) or 0.0)
+    job = _change(job, effort=kept, frontier=max(job.frontier, began_after))
+    return with_incident(job, _change(incident, restored_step=min(began_after, incident.frontier)))
+
+
 def _wrong_step(current: GenerationView, event: e.StepsCompleted) -> str:
     restore = current.spec.restore
     began = event.step - event.num_steps + 1
     if restore is None or current.adopted or began == restore.step + 1:
         return ""
+    if current.spec.in_place and began - 1 > restore.step:
+        return ""  # survivors went on with what they held in memory
     return f"the first completed step is {began}, the restored checkpoint is of step {restore.step}: its state was not taken up"
 
 

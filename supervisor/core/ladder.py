@@ -32,9 +32,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Expected time until the missing nodes are back by themselves; infinite: they are not expected."""
     horizon_seconds: float
     """How long a smaller mesh would last."""
-
-
-_IN_PLACE = Rung(name="in_place", lost_gpu_seconds=float("inf"), why="not proven for this job")
+    in_place_seconds: float = float("inf")
+    """A restart in which the survivors keep their processes; infinite: not wanted for this job, or it has just failed."""
 
 
 def climb(situation: Situation) -> tuple[Rung, tuple[Rung, ...]]:
@@ -53,7 +52,13 @@ def climb(situation: Situation) -> tuple[Rung, tuple[Rung, ...]]:
             lost_gpu_seconds=restart + redo if situation.same_members and full and not situation.older_redo_seconds else never,
             why="same members, new processes",
         ),
-        _IN_PLACE,
+        Rung(
+            name="in_place",
+            lost_gpu_seconds=situation.in_place_seconds * max(before, after) + redo
+            if situation.same_members and full and not situation.older_redo_seconds
+            else never,
+            why="same members, survivors keep their processes",
+        ),
         Rung(
             name="spare",
             lost_gpu_seconds=restart + redo if full and situation.uses_spare and not situation.older_redo_seconds else never,

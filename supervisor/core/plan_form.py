@@ -12,7 +12,7 @@ from regrow.supervisor.core import ladder, ledger, membership, meshes, rates, re
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import Charge, IncidentSeed
-from regrow.supervisor.core.view import JobView, View
+from regrow.supervisor.core.view import GenerationView, JobView, View
 
 _change = msgspec.structs.replace
 
@@ -62,6 +62,37 @@ def form(view: View, job: JobView, policy: Policy, now: float, taken: frozenset[
     _record(view, job, policy, now, seats, choice, point, why, draft)
 
 
+_TAINTED = ("sdc", "non_finite", "wrong_step")
+"""Incidents whose generation wrote state that is not to be trusted."""
+
+
+def overtaken(
+    view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft
+) -> bool:
+    """True: a checkpoint was committed between the decision and its record, and before anybody was told to start. Nobody loads an
+    older one: the same members form once more. What a tainted generation wrote in that time is ruled out instead."""
+    restored = generation.spec.restore.step if generation.spec.restore else 0
+    late = [
+        item
+        for item in restore.usable(job, {})
+        if item.step > restored and item.generation < generation.number and item.committed_at >= generation.created_at
+    ]
+    if not late or any(member.sent_at is not None for member in generation.members.values()):
+        return False
+    last = job.incidents[-1] if job.incidents else None
+    if last is not None and last.generation_after == generation.number and last.kind in _TAINTED:
+        for item in late:
+            why = f"written after state diverged: {last.text}"[:500]
+            action = a.SetCheckpoint(job=job.spec.job, step=item.step, generation=item.generation, damaged=why)
+            draft.act(action, because=f"checkpoint of step {item.step} was committed after the decision: ruled out")
+        return False
+    others = frozenset(view.nodes) - set(generation.members)
+    note = f"the checkpoint of step {late[0].step} was committed while generation {generation.number} was being recorded"
+    decided = len(draft.actions)
+    form(view, job, policy, now, taken, draft, Cause(without=others, note=note))
+    return len(draft.actions) > decided
+
+
 def _reasons(view: View, job: JobView) -> str:
     reasons = [f"{name}: {why}" for name, why in sorted(membership.blocked(view, job).items())]
     return f" ({'; '.join(reasons[:6])})" if reasons else ""
@@ -95,6 +126,7 @@ def _record(
     members = membership.assign(seats, choice.workers_used, view.nodes)
     number = 1 + max([job.highest_generation, *(node.highest_generation for node in view.nodes.values())])
     climbed = ""
+    in_place = keeps_processes(job)
     seed = why.seed
     if before is not None and seed is not None and seed.kind != "growth":
         rung, rungs = ladder.climb(
@@ -104,6 +136,8 @@ def _record(
         seed = _change(seed, rung=rung.name)
     names = tuple(members)
     committing = view.nodes[names[0]]
+    book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger
+    added = len(book.charges) - len(job.ledger.charges)
     text = f"{why.note or 'form'}: mesh {choice.mesh} on {len(names)} nodes ({choice.reason}), restore {point.reason}"
     spec = wire.GenerationSpec(
         job=job.spec.job,
@@ -119,11 +153,11 @@ def _record(
         restore=point.point,
         committing_node=names[0],
         commit_address=committing.peer_address,
-        restart_count=len(job.ledger.charges) + (1 if why.charge else 0),
+        restart_count=len(book.charges),
         reason=text[:500],
-        failures_per_second=rates.failure_rate(job, now, more=1 if why.charge else 0),
+        failures_per_second=rates.failure_rate(job, now, more=added),
+        in_place=in_place,
     )
-    book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger
     book = _change(book, frontier=max(book.frontier, job.frontier), num_incidents=len(job.incidents) + (1 if seed else 0))
     draft.act(
         a.RecordGeneration(
@@ -137,6 +171,11 @@ def _record(
         ),
         because=f"generation {number} of {job.spec.job}: {text}" + (f"; ladder: {climbed}" if climbed else ""),
     )
+
+
+def keeps_processes(job: JobView) -> bool:
+    """May survivors go on in their processes? Only out of a generation that trained: behind a change that failed is the fork."""
+    return job.spec.in_place and job.generation is not None and job.generation.first_step_at is not None
 
 
 def situation(
@@ -157,16 +196,18 @@ def situation(
     restored = point.step if point else 0
     older = max(0, newest - restored) * step
     old = set(before.members)
+    restart = job.restart_seconds if job.restart_seconds is not None else policy.restart_seconds_prior
     return ladder.Situation(
         world_before=before.spec.world_size,
         world_after=world,
         same_members=old == set(members),
         uses_spare=bool(set(members) - old),
-        restart_seconds=job.restart_seconds if job.restart_seconds is not None else policy.restart_seconds_prior,
+        restart_seconds=restart,
         redo_seconds=max(0, job.frontier - max(newest, restored)) * step,
         older_redo_seconds=older if verified or older > 0 else 0.0,
         wait_seconds=policy.node_return_seconds_prior,
         horizon_seconds=min(policy.node_return_seconds_prior, 1.0 / rates.failure_rate(job, now)),
+        in_place_seconds=restart * policy.in_place_share if keeps_processes(job) else float("inf"),
     )
 
 

@@ -57,6 +57,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     failure growth costs nothing more, and a rate guessed from few incidents is no reason to leave nodes idle."""
     restart_seconds_prior: float = 10.0
     """From the decision to the first step of a new generation, before one was measured."""
+    in_place_share: float = 0.5
+    """Of a warm restart's time, expected where survivors keep their processes: no stop, no start, no imports of the script."""
     node_return_seconds_prior: float = 600.0
     """Expected time for a lost node to come back."""
     backoff_seconds: float = 1.0
