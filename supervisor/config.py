@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from regrow import settings
+from regrow import security, settings
 from regrow.errors import ConfigurationError
 from regrow.supervisor.core.policy import Policy
 
@@ -43,6 +43,10 @@ class SupervisorConfig:
     """PEM file of the certificate's key."""
     tls_client_ca: str = ""
     """PEM file: agents must show a certificate of this authority."""
+    tokens: str = ""
+    """File of tokens with roles for the API (`regrow certs token`); empty: the API answers on loopback only."""
+    http_tls: bool = False
+    """The API speaks HTTPS, with tls_certificate."""
 
 
 _OBSERVABLE = ("quarantine", "growth")
@@ -90,6 +94,11 @@ def _check(config: SupervisorConfig) -> None:
         )
     if bool(config.tls_certificate) != bool(config.tls_key):
         raise ConfigurationError("tls_certificate and tls_key belong together", where="[supervisor]")
+    if config.http_tls and not config.tls_certificate:
+        raise ConfigurationError("http_tls needs tls_certificate and tls_key", where="[supervisor]", hint="see docs/security.md")
+    if config.tls_key:
+        security.check_readable(config.tls_key, "[supervisor] tls_key")
+        security.check_private(config.tls_key, "[supervisor] tls_key")
     for name in ("beat", "http"):
         parse_address(getattr(config, name), f"--{name}")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Generator
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from regrow.errors import ConfigurationError
 
@@ -24,8 +25,9 @@ class _Quiet(uvicorn.Server):
 class ApiServer:
     """The HTTP server in this process's loop."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: ASGIApp, *, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
+        self._tls = tls
         self._server: _Quiet | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = 0
@@ -52,6 +54,8 @@ class ApiServer:
         config = uvicorn.Config(
             self._app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="none"
         )
+        config.load()
+        config.ssl = self._tls
         self._server = _Quiet(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="supervisor-http")
         while not self._server.started:  # uvicorn has no such event

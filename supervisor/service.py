@@ -8,13 +8,12 @@ import json
 import logging
 import os
 import socket
-import ssl
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from regrow import wire
+from regrow import security, wire
 from regrow.clock import SystemClock
 from regrow.errors import ConfigurationError
 from regrow.store.base import Store, StoreError
@@ -22,6 +21,7 @@ from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
 from regrow.supervisor import loading
 from regrow.supervisor.api import Routes
+from regrow.supervisor.auth import Guard, Identity, Tokens
 from regrow.supervisor.beat_server import BeatServer, Connection
 from regrow.supervisor.config import SupervisorConfig, parse_address
 from regrow.supervisor.core import events as e
@@ -55,8 +55,10 @@ class Supervisor:
         self.journal = Journal(Path(config.state) / "journal.sqlite" if config.state else None)
         self.store: Store | None = store
         self._owns_store = store is None
-        self.beats = BeatServer(self, tls=_tls(config))
-        self.api = ApiServer(Routes(self).app())
+        tls = _tls(config, clients_show=True)
+        self.beats = BeatServer(self, tls=tls.listening if tls is not None else None)
+        https = _tls(config, clients_show=False) if config.http_tls else None
+        self.api = ApiServer(self._guarded(), tls=https.listening if https is not None else None)
         self._stop = asyncio.Event()
         self._leadership: Leadership | None = None
         self._metrics_at = 0.0
@@ -103,6 +105,19 @@ class Supervisor:
                 f"cannot be used: {error.strerror}", where=f"--state {self.config.state}", hint="give a folder that this user may write"
             ) from error
 
+    def _guarded(self) -> Guard:
+        tokens = Tokens(Path(self.config.tokens)) if self.config.tokens else None
+        own = tuple(name for name in (self.config.advertise, socket.gethostname()) if name)
+        return Guard(Routes(self).app(), tokens, self._audit, self._clock.monotonic, own_hosts=own)
+
+    def _audit(self, who: Identity | None, host: str, method: str, path: str, status: int) -> None:
+        """Every order of an operator, served or denied, is in the journal with who gave it."""
+        name, role = (who.name, who.role) if who is not None else ("", "")
+        text = f"{name or 'nobody'} ({role or 'denied'}, {host}) {method} {path[:200]}: {status}"
+        data = {"by": name, "role": role, "host": host, "method": method, "path": path[:200], "status": status}
+        epoch = self.term.view.epoch if self.term is not None else 0
+        self.journal.write(epoch=epoch, at=self.now(), kind="operator", text=text, data=data)
+
     @property
     def beat_address(self) -> str:
         """host:port for agents."""
@@ -110,8 +125,8 @@ class Supervisor:
 
     @property
     def http_address(self) -> str:
-        """host:port of the API."""
-        return f"{self._advertised()}:{self.api.port}"
+        """host:port of the API; with TLS its whole URL."""
+        return f"{'https://' if self.config.http_tls else ''}{self._advertised()}:{self.api.port}"
 
     def _advertised(self) -> str:
         host = self.config.advertise or parse_address(self.config.beat, "--beat")[0]
@@ -271,17 +286,8 @@ class Supervisor:
         self.term.post(event)
 
 
-def _tls(config: SupervisorConfig) -> ssl.SSLContext | None:
+def _tls(config: SupervisorConfig, *, clients_show: bool) -> security.Tls | None:
     if not config.tls_certificate:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(config.tls_certificate, config.tls_key)
-        if config.tls_client_ca:
-            context.load_verify_locations(config.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
-            f"TLS files cannot be used: {error}", where="[supervisor] tls_certificate, tls_key, tls_client_ca"
-        ) from error
-    return context
+    files = security.Files(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    return security.Tls(files, "server", clients_show=clients_show)

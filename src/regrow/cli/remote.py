@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from regrow import security
 from regrow.errors import ConfigurationError, OperationalError
 
 Address = Annotated[str, typer.Option("--supervisor", help="URL of the supervisor.", envvar="REGROW_SUPERVISOR")]
@@ -25,7 +26,7 @@ def find(supervisor: str, store: str, cluster: str) -> str:
         ConfigurationError: nothing says where it is.
     """
     if supervisor:
-        return supervisor.rstrip("/") if "://" in supervisor else f"http://{supervisor}"
+        return url(supervisor.rstrip("/"))
     if store:
         return _from_store(store, cluster)
     candidates = sorted(Path("runs").glob("*/supervisor/supervisor.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -35,12 +36,17 @@ def find(supervisor: str, store: str, cluster: str) -> str:
             os.kill(int(document["pid"]), 0)
         except (OSError, ValueError, KeyError):
             continue
-        return f"http://{document['http']}"
+        return url(str(document["http"]))
     raise ConfigurationError(
         "no supervisor is known",
         where="--supervisor",
         hint="give --supervisor URL or --store URL, set REGROW_SUPERVISOR, or call from the folder of a `regrow run` that goes on",
     )
+
+
+def url(address: str) -> str:
+    """A URL from host:port, or as it is."""
+    return address if "://" in address else f"http://{address}"
 
 
 def _from_store(store: str, cluster: str) -> str:
@@ -59,7 +65,7 @@ def _from_store(store: str, cluster: str) -> str:
             await opened.close()
         if item is None:
             raise OperationalError(f"nobody leads cluster {cluster!r}", where=store, hint="start `regrow supervisor`, or check --cluster")
-        return f"http://{msgspec.json.decode(item.value, type=wire.LeaderRecord).http_address}"
+        return url(msgspec.json.decode(item.value, type=wire.LeaderRecord).http_address)
 
     return asyncio.run(read())
 
@@ -88,9 +94,10 @@ def post(base: str, path: str, content: bytes = b"") -> Any:
 def _request(method: str, base: str, path: str, **arguments: Any) -> Any:
     import httpx
 
+    headers = {**arguments.pop("headers", {}), **security.operator_headers()}
     try:
-        with httpx.Client(timeout=httpx.Timeout(10.0), trust_env=False) as client:
-            response = client.request(method, base + path, **arguments)
+        with httpx.Client(timeout=httpx.Timeout(10.0), trust_env=False, verify=security.operator_verify()) as client:
+            response = client.request(method, base + path, headers=headers, **arguments)
     except httpx.HTTPError as error:
         raise OperationalError(
             f"the supervisor does not answer: {error or type(error).__name__}", where=base, hint="is it running? is the address right?"
@@ -116,8 +123,8 @@ def stream(base: str, path: str, **params: Any) -> Iterator[dict[str, Any]]:
 
     try:
         with (
-            httpx.Client(timeout=httpx.Timeout(10.0, read=60.0), trust_env=False) as client,
-            client.stream("GET", base + path, params=params) as response,
+            httpx.Client(timeout=httpx.Timeout(10.0, read=60.0), trust_env=False, verify=security.operator_verify()) as client,
+            client.stream("GET", base + path, params=params, headers=security.operator_headers()) as response,
         ):
             if response.status_code >= 400:
                 response.read()

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from regrow import security
 from regrow.errors import ConfigurationError, OperationalError, RegrowError
 
 
@@ -19,7 +20,12 @@ class SupervisorClient:
     def __init__(self, find: Callable[[], str | None], *, retry_seconds: float = 20.0) -> None:
         self._find = find
         self._retry_seconds = retry_seconds
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(5.0, read=30.0), trust_env=False)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(5.0, read=30.0),
+            trust_env=False,
+            headers=security.operator_headers(),
+            verify=security.operator_verify(),
+        )
 
     async def close(self) -> None:
         """Release connections."""
