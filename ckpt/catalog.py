@@ -93,7 +93,7 @@ def read_entry(directory: Path) -> CatalogEntry:
         return CatalogEntry(directory=where, state="damaged", problem=str(error))
     except OSError as error:
         raise OperationalError(f"record cannot be read: {error.strerror}", where=where, hint="check the storage") from error
-    problem = _set_aside_reason(directory) or _missing(directory, record)
+    problem = set_aside_reason(directory) or _missing(directory, record)
     return CatalogEntry(
         directory=where,
         state="damaged" if problem else "restorable",
@@ -114,7 +114,8 @@ def read_entry(directory: Path) -> CatalogEntry:
     )
 
 
-def _set_aside_reason(directory: Path) -> str:
+def set_aside_reason(directory: Path) -> str:
+    """Why a checkpoint was set aside; empty when it was not."""
     try:
         note = msgspec.json.decode((directory / DAMAGED_NAME).read_bytes())
     except FileNotFoundError:

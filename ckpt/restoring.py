@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from regrow.ckpt import differences, flatten, perrank
+from regrow.ckpt.catalog import set_aside_reason
 from regrow.ckpt.differences import FieldDifference
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.loading import Loaded, load_items
@@ -64,6 +65,9 @@ def open_point(folder: str, point: RestorePoint) -> Opened:
         raise DamagedCheckpointError("has no record: it is not a checkpoint", where=str(directory)) from error
     if point.record_digest and record.digest != point.record_digest:
         raise DamagedCheckpointError("is not the checkpoint that was decided on (record digest differs)", where=str(directory))
+    reason = set_aside_reason(directory)
+    if reason:
+        raise DamagedCheckpointError(reason, where=str(directory), hint="an older checkpoint is taken")
     manifests = read_manifests(directory, record)
     return Opened(directory, record, manifests, source_of(manifests))
 

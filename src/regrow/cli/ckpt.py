@@ -25,13 +25,16 @@ Step = Annotated[int | None, typer.Option("--step", help="Take the checkpoint of
 
 def register(app: typer.Typer) -> None:
     """Add `ckpt` and its commands."""
-    group = typer.Typer(help="Checkpoints: list, show, verify, compare, export, prune.", no_args_is_help=True)
+    from regrow.cli import ckpt_operate
+
+    group = typer.Typer(help="Checkpoints: list, show, verify, compare, export, prune; fork, roll back, skip.", no_args_is_help=True)
     group.command("ls")(_ls)
     group.command("show")(_show)
     group.command("verify")(_verify)
     group.command("diff")(_diff)
     group.command("export")(_export)
     group.command("prune")(_prune)
+    ckpt_operate.register(group)
     app.add_typer(group, name="ckpt")
 
 
@@ -40,20 +43,21 @@ def _ls(path: Folder, json: Json = False) -> None:
     from regrow.ckpt.catalog import scan
 
     if not path.is_dir():
-        raise _no_such(path)
+        raise no_such(path)
     entries = scan(path)
 
     def human() -> None:
         if not entries:
             say(f"no checkpoints in {path}")
             return
-        line = "{:>10}  {:>4}  {:<18} {:>9}  {:<10}  {}"
-        print(line.format("step", "gen", "mesh", "size", "state", "directory"))
+        line = "{:>10}  {:>4}  {:<18} {:>10}  {:>9}  {:<10}  {}"
+        print(line.format("step", "gen", "mesh", "from step", "size", "state", "directory"))
         for entry in entries:
             mesh = str(entry.mesh) if entry.sequence >= 0 else "-"
             text = entry.name + (f"  ({entry.problem})" if entry.problem else "")
             step = entry.step if entry.step >= 0 else "?"
-            print(line.format(step, max(entry.generation, 0), mesh, _size(entry.num_bytes), entry.state, text))
+            origin = entry.parent.step if entry.parent else "-"
+            print(line.format(step, max(entry.generation, 0), mesh, origin, _size(entry.num_bytes), entry.state, text))
 
     emit({"path": str(path), "checkpoints": [_brief(entry) for entry in entries]}, as_json=json, human=human)
 
@@ -62,7 +66,7 @@ def _show(path: Where, step: Step = None, json: Json = False) -> None:
     """What is in one checkpoint: lineage, mesh, facts, tensors."""
     from regrow.ckpt.assemble import Checkpoint
 
-    directory = _directory(path, step)
+    directory = directory_of(path, step)
     with Checkpoint(directory) as checkpoint:
         record = checkpoint.record
         boxes = list(checkpoint.boxes())
@@ -99,8 +103,8 @@ def _verify(path: Where, step: Step = None, json: Json = False) -> None:
     """Read a checkpoint back: flipped bytes, truncated, missing, swapped and foreign files are named. Exit 1 if damaged."""
     from regrow.ckpt.verify import verify
 
-    directory = _directory(path, step, damaged=True)
-    with _progress("verify", quiet=json) as progress:
+    directory = directory_of(path, step, damaged=True)
+    with progress_bar("verify", quiet=json) as progress:
         result = verify(directory, progress=progress)
 
     def human() -> None:
@@ -118,8 +122,8 @@ def _diff(first: Where, second: Where, json: Json = False) -> None:
     """Compare two checkpoints bit for bit, whatever meshes wrote them. Exit 1 when tensors differ."""
     from regrow.ckpt.assemble import Checkpoint, compare
 
-    places = _directory(first, None), _directory(second, None)
-    with Checkpoint(places[0]) as one, Checkpoint(places[1]) as two, _progress("compare", quiet=json) as progress:
+    places = directory_of(first, None), directory_of(second, None)
+    with Checkpoint(places[0]) as one, Checkpoint(places[1]) as two, progress_bar("compare", quiet=json) as progress:
         result = compare(one, two, progress=progress)
 
     def human() -> None:
@@ -151,10 +155,10 @@ def _export(
     """Write the model as one safetensors file."""
     from regrow.ckpt.assemble import Checkpoint, export
 
-    directory = _directory(path, step)
+    directory = directory_of(path, step)
     if not target.parent.is_dir():
         raise ConfigurationError("the folder does not exist", where=str(target.parent), hint="create it, or give another file")
-    with Checkpoint(directory) as checkpoint, _progress("export", quiet=json) as progress:
+    with Checkpoint(directory) as checkpoint, progress_bar("export", quiet=json) as progress:
         try:
             size = export(checkpoint, target, prefix=prefix, progress=progress)
         except FileExistsError as error:
@@ -175,7 +179,7 @@ def _prune(
     from regrow.ckpt.retention import Retention, prune
 
     if not path.is_dir():
-        raise _no_such(path)
+        raise no_such(path)
     choices = prune(path, Retention(keep_last=keep, keep_every_steps=every), generation=-1, dry_run=dry_run)
 
     def human() -> None:
@@ -186,13 +190,13 @@ def _prune(
     emit({"path": str(path), "dry_run": dry_run, "choices": choices}, as_json=json, human=human)
 
 
-def _directory(path: Path, step: int | None, *, damaged: bool = False) -> Path:
+def directory_of(path: Path, step: int | None, *, damaged: bool = False) -> Path:
     """The checkpoint that the user means."""
     from regrow.ckpt.catalog import scan
     from regrow.ckpt.manifest import RECORD_NAME, parse_directory
 
     if not path.is_dir():
-        raise _no_such(path)
+        raise no_such(path)
     if (path / RECORD_NAME).exists() or parse_directory(path.name):
         return path
     entries = [entry for entry in scan(path) if entry.state == "restorable" or (damaged and entry.state == "damaged")]
@@ -204,7 +208,7 @@ def _directory(path: Path, step: int | None, *, damaged: bool = False) -> Path:
     return Path(entries[0].directory)
 
 
-def _no_such(path: Path) -> ConfigurationError:
+def no_such(path: Path) -> ConfigurationError:
     what = "is a file, not a folder" if path.exists() else "does not exist"
     hint = "give a job's checkpoint folder (checkpoint.path of the job) or one step-… directory in it"
     return ConfigurationError(what, where=str(path), hint=hint)
@@ -228,7 +232,7 @@ def _brief(entry: CatalogEntry) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None]]:
+def progress_bar(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None]]:
     if quiet or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
