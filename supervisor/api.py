@@ -21,6 +21,8 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core.view import JobView, View
 from regrow.supervisor.effects import Cordon, Members
 from regrow.supervisor.journal import Entry
+from regrow.supervisor.web.feed import Feed
+from regrow.supervisor.web.page import Page
 
 if TYPE_CHECKING:
     from regrow.supervisor.service import Supervisor
@@ -70,10 +72,14 @@ class Routes:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._page = Page(Feed(supervisor.journal, self._look, supervisor.name))
 
     def app(self) -> Starlette:
         """The application."""
         table: list[tuple[str, str, Handler]] = [
+            ("GET", "/", self._page.index),
+            ("GET", "/page/{name}", self._page.asset),
+            ("GET", "/v1/page", self._page.follow),
             ("GET", "/healthz", self.healthz),
             ("GET", "/metrics", self.metrics),
             ("GET", "/v1/prometheus/targets", self.targets),
@@ -95,6 +101,11 @@ class Routes:
         )
 
     # --- what there is
+
+    def _look(self) -> tuple[View | None, float]:
+        term = self._supervisor.term
+        ready = term is not None and term.ready and term.view.term_at is not None
+        return (term.view if term is not None and ready else None), self._supervisor.now()
 
     def _view(self) -> View:
         term = self._supervisor.term

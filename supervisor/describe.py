@@ -6,7 +6,8 @@ from typing import Any, assert_never
 
 import msgspec
 
-from regrow import __version__, wire
+from regrow import wire
+from regrow.release import VERSION
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.journal import Journal
@@ -59,7 +60,7 @@ def journal_event(journal: Journal, epoch: int, event: e.Event) -> None:
         hello = event.hello
         data = {"address": hello.address, "slots": hello.slots, "incarnation": hello.incarnation, "devices": _devices(hello)}
     elif isinstance(event, e.LeaderStarted):
-        data["version"] = __version__  # of the rules that decide in this term
+        data["version"] = VERSION  # of the rules that decide in this term
     node = event.hello.node if isinstance(event, e.NodeJoined) else str(getattr(event, "node", ""))
     job = event.spec.job if isinstance(event, e.JobLoaded) else str(getattr(event, "job", ""))
     generation = getattr(event, "generation", 0)

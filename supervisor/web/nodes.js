@@ -1,0 +1,162 @@
+// The grid of nodes and the detail of one. Cells are made once and then only changed: thousands of them stay smooth.
+
+import { element, ago, table } from "./panels.js";
+
+export const LETTERS = {
+  member: "M", spare: "S", suspect: "?", gone: "×", quarantined: "Q", draining: "D", unhealthy: "!", cordoned: "C",
+};
+const MEANING = {
+  member: "runs a job", spare: "ready, not used", suspect: "silent", gone: "agent not connected", quarantined: "hardware not trusted",
+  draining: "being emptied", unhealthy: "failed a check", cordoned: "takes no new work",
+};
+const cells = new Map();
+let chosen = "";
+let filter = "";
+let choose = () => {};
+
+export function start(grid, onChoose) {
+  choose = onChoose;
+  grid.addEventListener("click", (event) => {
+    const cell = event.target.closest(".cell");
+    if (cell) pick(cell.dataset.node);
+  });
+  grid.addEventListener("keydown", (event) => {
+    const cell = event.target.closest(".cell");
+    const next = cell && neighbour(grid, cell, event.key);
+    if (!next) return;
+    event.preventDefault();
+    focusable(next);
+    next.focus();
+  });
+}
+
+export function setFilter(text) {
+  filter = text.trim().toLowerCase();
+  for (const cell of cells.values()) cell.hidden = !matches(cell);
+  if (![...cells.values()].some((cell) => cell.tabIndex === 0 && !cell.hidden)) {
+    const first = [...cells.values()].find((cell) => !cell.hidden);
+    if (first) focusable(first);
+  }
+}
+
+const matches = (cell) => !filter || cell.dataset.node.toLowerCase().includes(filter) || cell.dataset.state.includes(filter);
+
+function focusable(cell) {
+  for (const other of cells.values()) if (other.tabIndex === 0) other.tabIndex = -1;
+  cell.tabIndex = 0;
+}
+
+function neighbour(grid, cell, key) {
+  const shown = [...grid.children].filter((item) => !item.hidden);
+  const index = shown.indexOf(cell);
+  const top = shown[0].offsetTop;
+  const columns = Math.max(1, shown.findIndex((item) => item.offsetTop > top) === -1 ? shown.length : shown.findIndex((item) => item.offsetTop > top));
+  const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns };
+  if (key === "Home") return shown[0];
+  if (key === "End") return shown[shown.length - 1];
+  return key in moves ? shown[index + moves[key]] : undefined;
+}
+
+function pick(name) {
+  const before = cells.get(chosen);
+  if (before) before.setAttribute("aria-pressed", "false");
+  chosen = name;
+  const cell = cells.get(name);
+  if (cell) {
+    cell.setAttribute("aria-pressed", "true");
+    focusable(cell);
+  }
+  choose(name);
+}
+
+export const chosenNode = () => chosen;
+
+function describe(name, row) {
+  const [state, slots, health, job, ranks] = row;
+  const runs = ranks.length ? `, ranks ${ranks[0]} to ${ranks[ranks.length - 1]} of ${job}` : "";
+  return `${name}: ${state}, ${slots} slots, health ${health}${runs}`;
+}
+
+// rows: {name: row or null}; whole: true when it is the whole list
+export function update(grid, rows, whole) {
+  if (whole) {
+    for (const [name, cell] of cells) if (!(name in rows)) { cell.remove(); cells.delete(name); }
+  }
+  const fresh = document.createDocumentFragment();
+  for (const [name, row] of Object.entries(rows)) {
+    let cell = cells.get(name);
+    if (row === null) {
+      if (cell) { cell.remove(); cells.delete(name); }
+      continue;
+    }
+    if (!cell) {
+      cell = element("button", { type: "button", className: "cell", tabIndex: cells.size ? -1 : 0 });
+      cell.dataset.node = name;
+      cell.setAttribute("aria-pressed", "false");
+      cells.set(name, cell);
+      fresh.append(cell);
+    }
+    if (cell.dataset.state !== row[0]) {
+      cell.dataset.state = row[0];
+      cell.textContent = LETTERS[row[0]] ?? "·";
+    }
+    const text = describe(name, row);
+    if (cell.title !== text) { cell.title = text; cell.setAttribute("aria-label", text); }
+    cell.hidden = !matches(cell);
+  }
+  grid.append(fresh);
+}
+
+export function legend(target, nodes) {
+  const counts = {};
+  for (const row of Object.values(nodes)) counts[row[0]] = (counts[row[0]] ?? 0) + 1;
+  const items = Object.keys(LETTERS).filter((state) => counts[state]).map((state) => {
+    const sample = element("span", { className: "cell", textContent: LETTERS[state] });
+    sample.dataset.state = state;
+    sample.setAttribute("aria-hidden", "true");
+    const item = element("li", { title: MEANING[state] });
+    item.append(sample, `${counts[state]} ${state}`);
+    return item;
+  });
+  target.replaceChildren(...items);
+}
+
+export function detail(target, node, order) {
+  const title = element("h3", { textContent: node.node });
+  const state = element("p", { textContent: `${node.state}, ${node.slots} slots, ${node.address || "no address"}` });
+  const parts = [title, state];
+  if (node.silent_seconds !== null) parts.push(element("p", { className: "bad", textContent: `silent for ${ago(node.silent_seconds)}` }));
+  if (node.unusable) parts.push(element("p", { className: "bad", textContent: `unusable: ${node.unusable}` }));
+  const health = node.health;
+  parts.push(element("p", { textContent: `health: ${health.state}${health.reason ? `: ${health.reason}` : ""}` }));
+  parts.push(evidence(health.evidence));
+  if (node.quarantine) {
+    const record = node.quarantine;
+    parts.push(element("p", { className: "bad", textContent: `${record.state} (strike ${record.strikes}): ${record.reason}` }));
+  }
+  const local = node.jobs.flatMap((job) => job.ranks.map((rank) => `${job.job} rank ${rank}`));
+  const rows = Array.from({ length: Math.max(node.devices.length, node.slots) }, (_, index) => {
+    const uuid = node.devices[index] ?? "no GPU known";
+    const bad = health.device_uuids.includes(uuid) ? "suspect" : node.quarantine && node.quarantine.key === uuid ? "quarantined" : "";
+    return [String(index), uuid, local[index] ?? "idle", bad];
+  });
+  parts.push(table(["slot", "GPU", "runs", ""], rows));
+  const buttons = element("div", { className: "buttons" });
+  const orders = node.cordoned || node.draining ? ["uncordon"] : ["cordon", "drain"];
+  if (node.quarantine) orders.push("clear");
+  for (const name of orders) {
+    const button = element("button", { type: "button", textContent: name });
+    button.dataset.order = name;
+    button.addEventListener("click", () => order(node.node, name));
+    buttons.append(button);
+  }
+  parts.push(buttons);
+  target.replaceChildren(...parts);
+}
+
+function evidence(lines) {
+  const list = element("ul", { className: "evidence" });
+  for (const text of lines.slice(0, 8)) list.append(element("li", { textContent: text }));
+  if (lines.length === 0) list.hidden = true;
+  return list;
+}
