@@ -13,6 +13,9 @@ from regrow.cli.output import Json, emit, say
 from regrow.errors import ConfigurationError
 
 
+_CLUSTERS = "use --local N to start one here, or --supervisor URL or --store URL of a running one"
+
+
 def register(app: typer.Typer) -> None:
     """Add `run`."""
     app.command("run", context_settings={"allow_interspersed_args": False})(run)
@@ -53,11 +56,7 @@ def run(
 
     nodes = 1 if standalone and not local else local
     if nodes < 0 or (not nodes and not supervisor and not store):
-        raise ConfigurationError(
-            "no cluster is named",
-            where="regrow run",
-            hint="use --local N to start one here, or --supervisor URL or --store URL of a running one",
-        )
+        raise ConfigurationError("no cluster is named", where="regrow run", hint=_CLUSTERS)
     request = jobs.Request(
         script=tuple(script),
         module=module,
