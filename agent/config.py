@@ -6,7 +6,9 @@ import dataclasses
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
+from regrow import security
 from regrow.errors import ConfigurationError
 from regrow.ids import check_name
 
@@ -50,9 +52,22 @@ class AgentSettings:
     fake_nvml: str = ""
     """State file of a fake NVML: its GPUs are taken for this node's (demo and tests)."""
     kernel_log: str = "/dev/kmsg"
-    """Kernel log to follow for XIDs and machine checks; empty: none. Not followed with a fake NVML."""
+    """Kernel log to follow for XIDs and machine checks; empty: none. With a fake NVML only a file is
+    followed, never the host's own log."""
     health_seconds: float = 5.0
     """Between two health probes; 0: none."""
+
+    tls_certificate: str = ""
+    """PEM file of this node's certificate: beats and reports to other nodes go over TLS, both sides known."""
+    tls_key: str = ""
+    """PEM file of the certificate's key."""
+    tls_ca: str = ""
+    """PEM file of the cluster's authority."""
+
+    def tls(self, side: Literal["server", "client"]) -> security.Tls | None:
+        """TLS of this node; None: plain connections."""
+        files = security.Files(self.tls_certificate, self.tls_key, self.tls_ca)
+        return security.Tls(files, side) if files.certificate else None
 
     def preloads(self) -> tuple[str, ...]:
         """`preload` as names."""
@@ -91,6 +106,7 @@ def check(settings: AgentSettings) -> AgentSettings:
         if not host or not port.isdigit() or int(port) > 65535:
             raise ConfigurationError(f"{settings.metrics!r} is not host:port", where="--metrics", hint="write it like 127.0.0.1:9464")
         check_address(host.strip("[]"), int(port), "--metrics")
+    security.Files(settings.tls_certificate, settings.tls_key, settings.tls_ca).check("[agent]")
     return dataclasses.replace(settings, node=node, state=state)
 
 

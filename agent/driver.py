@@ -58,12 +58,12 @@ class Agent:
             static_seconds=settings.static_seconds,
         )
         self.keys = Keys(settings.cluster)
-        self.beat = BeatConnection(self)
+        self.beat = BeatConnection(self, tls=settings.tls("client"))
         self.registry = Registry(store, self.keys, ttl_seconds=settings.node_ttl_seconds, on_leader=self.beat.set_leader)
         self.launcher = Launcher(_shim_options(settings), self._shim_news)
         self.socket = WorkerSocket(self.paths.agent_socket, on_line=self._said, on_inject=self._inject)
         self.checkpoints = Checkpoints(settings, self.paths, store, self.keys, report=self.beat.send)
-        self.exits = ExitReader(self.paths, self.socket, self._exited)
+        self.exits = ExitReader(self.paths, self.socket, self._exited, health.kernel_lines)
         self.dispatcher = Dispatcher(self)
         self.metrics = AgentMetrics(self)
         self.view = NodeView(self, incarnation=new_incarnation(), hardware_id=hardware_id(settings), boot_id=boot_id())
@@ -227,6 +227,8 @@ class Agent:
         """An order of the leader."""
         if isinstance(message, wire.Unknown):
             _log.warning("order of unknown kind %s", message.kind)
+        elif isinstance(message, wire.ClearHealth):
+            _log.info("%d conditions are cleared by %s", self.health.clear(by=message.by), message.by)
         elif isinstance(message, wire.Action | wire.CollectStacks | wire.Acknowledge):
             self.feed(m.Ordered(message))
 

@@ -5,19 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from regrow.agent import logs
+from regrow.agent.health import classify
 from regrow.agent.progress import Progress
 from regrow.agent.protocol import WorkerState
 from regrow.wire import WorkerExit
 
+_LAST_LINES = 200
+_NOTHING = classify.FileVerdict(kind="benign", action="none", first_line=0)
+_OOM_PID = re.compile(r"(?:[Kk]illed process|oom-kill:.*\bpid=)\s*(\d+)")
+
 
 def describe(
-    worker: WorkerState, *, error_file: Path | None = None, progress: Progress | None = None, oom_killed: bool = False
+    worker: WorkerState,
+    *,
+    error_file: Path | None = None,
+    progress: Progress | None = None,
+    oom_killed: bool = False,
+    oom_counted: bool = False,
 ) -> WorkerExit:
     """Everything that this host can say about an end.
 
@@ -25,14 +37,18 @@ def describe(
         worker: with its wait status.
         error_file: TORCHELASTIC_ERROR_FILE of the worker.
         progress: its last progress word.
-        oom_killed: the host's count of OOM kills went up during the generation; believed only with signal 9.
+        oom_killed: the host says that it was killed for memory; believed only with signal 9.
+        oom_counted: the host would have said so.
     """
     status = worker.status if worker.status is not None else 9
     code = os.waitstatus_to_exitcode(status)
     signal = -code if code < 0 else 0
     error = ""
+    said = _NOTHING
     if not worker.torn_down and code != 0:
-        error = (read_error_file(error_file) if error_file else "") or logs.last_traceback(logs.tail(worker.log))
+        last = logs.tail(worker.log)
+        error = (read_error_file(error_file) if error_file else "") or logs.last_traceback(last)
+        said = classify.verdict(classify.classify_lines((*last.splitlines()[-_LAST_LINES:], *error.splitlines())))
     word = progress if progress is not None and progress.sequence else None
     return WorkerExit(
         rank=worker.rank,
@@ -44,6 +60,9 @@ def describe(
         torn_down=worker.torn_down,
         error=error,
         oom_killed=oom_killed and signal == 9 and not worker.torn_down,
+        oom_counted=oom_counted,
+        said="" if said.kind == "benign" else said.kind,
+        said_action="" if said.kind == "benign" else said.action,
         last_step=word.applied_step if word is not None else -1,
     )
 
@@ -67,8 +86,13 @@ def read_error_file(path: Path) -> str:
         return ""
 
 
-def num_oom_kills() -> int:
-    """OOM kills counted by this process's memory cgroup (v2, then v1); 0 where they cannot be read."""
+def oom_kills_of(lines: Iterable[str]) -> frozenset[int]:
+    """Pids that these kernel lines say were killed for lack of memory."""
+    return frozenset(int(match.group(1)) for line in lines for match in _OOM_PID.finditer(line))
+
+
+def num_oom_kills() -> int | None:
+    """OOM kills counted by this process's memory cgroup (v2, then v1), else by the host; None where they cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
             number, controllers, path = line.split(":", 2)
@@ -80,7 +104,7 @@ def num_oom_kills() -> int:
                 continue
             if count is not None:
                 return count
-    return _field(Path("/proc/vmstat"), "oom_kill") or 0
+    return _field(Path("/proc/vmstat"), "oom_kill")
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -48,6 +48,14 @@ class HealthSource(Protocol):
         """What is remembered: XIDs by GPU, open conditions."""
         ...
 
+    def clear(self, *, by: str) -> int:
+        """End all open conditions, by word of an operator: how many. What still holds is found again."""
+        ...
+
+    def kernel_lines(self) -> tuple[str, ...]:
+        """The last lines of the kernel log that may tell why a process ended."""
+        ...
+
     def in_teardown(self) -> bool:
         """Whether what is seen now may be a symptom of our own kill."""
         ...
@@ -87,6 +95,15 @@ class NoHealth:
     def history(self) -> History:
         """Nothing."""
         return History()
+
+    def clear(self, *, by: str) -> int:
+        """Nothing to end."""
+        del by
+        return 0
+
+    def kernel_lines(self) -> tuple[str, ...]:
+        """None."""
+        return ()
 
     def in_teardown(self) -> bool:
         """Of no interest."""
@@ -136,6 +153,14 @@ class MonitoredHealth:
         """What is remembered: XIDs by GPU, open conditions."""
         return self._monitor.history
 
+    def clear(self, *, by: str) -> int:
+        """End all open conditions; the next look, at once, finds what still holds."""
+        return self._monitor.clear(by=by, why="the node was cleared")
+
+    def kernel_lines(self) -> tuple[str, ...]:
+        """Also those that were written a moment ago."""
+        return self._monitor.kernel_lines()
+
     def in_teardown(self) -> bool:
         """Whether what is seen now may be a symptom of our own kill."""
         return self._killed_at is not None and time.monotonic() < self._killed_at + _TEARDOWN_SECONDS
@@ -150,13 +175,20 @@ class MonitoredHealth:
         self._monitor.note_busy(busy)
 
 
+def _believed(kernel_log: Path, fake: Path | None) -> bool:
+    """A device is this host's: it says nothing on GPUs that are a fake's. A file is whoever wrote it, and may come later."""
+    if kernel_log.is_char_device():
+        return fake is None and os.access(kernel_log, os.R_OK)
+    return fake is not None or os.access(kernel_log, os.R_OK)
+
+
 def open_health(settings: AgentSettings) -> HealthSource:
     """The source that the settings ask for."""
     if settings.health_seconds <= 0:
         return NoHealth()
     kernel_log = Path(settings.kernel_log) if settings.kernel_log else None
-    if kernel_log is not None and not os.access(kernel_log, os.R_OK):
-        kernel_log = None
     fake = Path(settings.fake_nvml) if settings.fake_nvml else None
-    monitor = HealthMonitor(settings.state, period_seconds=settings.health_seconds, fake_state=fake, kmsg=None if fake else kernel_log)
+    if kernel_log is not None and not _believed(kernel_log, fake):
+        kernel_log = None
+    monitor = HealthMonitor(settings.state, period_seconds=settings.health_seconds, fake_state=fake, kmsg=kernel_log)
     return MonitoredHealth(monitor)

@@ -29,12 +29,19 @@ class _Ended(msgspec.Struct, frozen=True, kw_only=True):
 class ExitReader:
     """Reports `machine.Exited`, in the order in which the shim told of the ends."""
 
-    def __init__(self, paths: NodePaths, socket: WorkerSocket, report: Callable[[m.Exited], None]) -> None:
+    def __init__(
+        self,
+        paths: NodePaths,
+        socket: WorkerSocket,
+        report: Callable[[m.Exited], None],
+        kernel_lines: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
         self._paths = paths
         self._socket = socket
         self._report = report
+        self._kernel_lines = kernel_lines
         self._queue: asyncio.Queue[_Ended] = asyncio.Queue()
-        self._oom_kills: dict[tuple[str, int], int] = {}
+        self._oom_kills: dict[tuple[str, int], int | None] = {}
 
     def begin(self, job: str, generation: int) -> None:
         """A generation starts: OOM kills are counted from here."""
@@ -57,23 +64,26 @@ class ExitReader:
             item = await self._queue.get()
             for worker in item.workers:
                 await self._socket.until_ended(item.generation, worker.rank, _LAST_LINES_SECONDS)
-            self._report(await asyncio.to_thread(self._read, item))
+            self._report(await asyncio.to_thread(self._read, item, exits.oom_kills_of(self._kernel_lines())))
 
-    def _read(self, item: _Ended) -> m.Exited:
+    def _read(self, item: _Ended, named: frozenset[int]) -> m.Exited:
         words = {word.slot: word for word in read_progress(self._paths.progress(item.job, item.generation))}
-        found = tuple(self._describe(item, worker, words.get(worker.local_rank)) for worker in item.workers)
+        found = tuple(self._describe(item, worker, words.get(worker.local_rank), named) for worker in item.workers)
         attached = frozenset(
             worker.rank for worker in item.workers if (word := words.get(worker.local_rank)) is not None and word.sequence > 0
         )
         return m.Exited(job=item.job, generation=item.generation, exits=found, attached=attached, lost=bool(item.lost))
 
-    def _describe(self, item: _Ended, worker: WorkerState, word: Progress | None) -> WorkerExit:
+    def _describe(self, item: _Ended, worker: WorkerState, word: Progress | None, named: frozenset[int]) -> WorkerExit:
         if item.lost:
             return exits.lost_with_shim(worker, item.lost, word)
         before = self._oom_kills.get((item.job, item.generation))
+        now = exits.num_oom_kills()
+        counted = before is not None and now is not None
         return exits.describe(
             worker,
             error_file=self._paths.error_file(item.job, item.generation, worker.rank),
             progress=word,
-            oom_killed=before is not None and exits.num_oom_kills() > before,
+            oom_killed=worker.pid in named or (not named and before is not None and now is not None and now > before),
+            oom_counted=counted,
         )

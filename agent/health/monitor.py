@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _TICK_SECONDS = 0.25
 _HOST_PERIOD_SECONDS = 10.0
 _PROCESSES_PERIOD_SECONDS = 60.0
 _SAVE_PERIOD_SECONDS = 60.0
+_KEPT_LINES = 200
 _SURE_SOURCES = ("kernel", "fabricmanager", "bmc")
 
 Report = Callable[[HealthVerdict], Awaitable[None]]
@@ -80,6 +82,8 @@ class HealthMonitor:
         self._busy: bool | None = None
         self._wake = asyncio.Event()
         self._links = network.read_links()
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._unread: list[KernelLine] = []
         self._host_at: float | None = None
         self._processes_at: float | None = None
         self._saved_at: float | None = None
@@ -220,12 +224,23 @@ class HealthMonitor:
         self._events.extend(events)
         self._wake.set()
 
+    def kernel_lines(self) -> tuple[str, ...]:
+        """The last lines of the kernel log, up to now."""
+        self._unread += self._read_kernel()
+        return tuple(self._lines)
+
+    def _read_kernel(self) -> list[KernelLine]:
+        lines = self._kernel.poll() if self._kernel is not None else []
+        self._lines.extend(line.text for line in lines)
+        return lines
+
     def _poll_kernel(self) -> list[KernelEvent]:
         if self._kernel is None:
             return []
         now = self._clock.wall()
         found: list[KernelEvent] = []
-        for line in self._kernel.poll():
+        unread, self._unread = self._unread, []
+        for line in (*unread, *self._read_kernel()):
             seen = parse_xid(line.text, now)
             if seen is not None:
                 self._xids.append(seen)

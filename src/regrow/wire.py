@@ -177,6 +177,12 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """The last traceback or torch elastic's error file, at most 8 KiB."""
     oom_killed: bool = False
+    oom_counted: bool = False
+    """Out-of-memory kills could be counted here: with signal 9 and `oom_killed` false, somebody sent it."""
+    said: str = ""
+    """Class of the first cause in its last lines, as `regrow health --classify` has it; `unknown`: symptoms alone, a victim;
+    empty: nothing was said."""
+    said_action: str = ""
     last_step: int = -1
 
 
@@ -583,7 +589,24 @@ class ReleaseNode(Action, frozen=True, kw_only=True, tag="release_node"):
     reason: str = ""
 
 
-ToAgent = Welcome | Refused | StartGeneration | StopGeneration | RequestSave | SetInterval | CollectStacks | Acknowledge | ReleaseNode
+class ClearHealth(Action, frozen=True, kw_only=True, tag="clear_health"):
+    """An operator says that the node is repaired: the agent ends what it holds against it. What still holds is found again."""
+
+    by: str = ""
+
+
+ToAgent = (
+    Welcome
+    | Refused
+    | StartGeneration
+    | StopGeneration
+    | RequestSave
+    | SetInterval
+    | CollectStacks
+    | Acknowledge
+    | ReleaseNode
+    | ClearHealth
+)
 
 # --- records in etcd -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,13 @@ USAGE_EXIT = 2
 """Exit code of argparse, click and shells for wrong usage: no restart cures that."""
 WRONG_USAGE = f"left with {USAGE_EXIT}, wrong usage of the script"
 _SIGKILL, _SIGABRT = 9, 6
+_KILLED_HINTS = (" (out of memory suspected)", ", sent by somebody: the kernel counted no out-of-memory kill")
+RERUN_EXIT, WRONG_RESULT_EXIT = 16, 17
+"""Exit codes of Megatron's rerun machine: run the step again elsewhere to tell what it was; the same wrong result came again."""
+_HARDWARE_WORDS = frozenset(
+    {"reset_gpu", "reset_gpu_at_idle", "drain_reset_gpu", "drain_node", "reboot_node", "replace_gpu", "replace_node"}
+)
+"""Actions of `regrow health --classify` that are about a part, not about the program."""
 
 _LOST_PEER = re.compile(
     r"DistNetworkError|DistStoreError|DistBackendError|RendezvousConnection|RendezvousTimeout|ConnectionResetError|ConnectionRefusedError"
@@ -131,7 +138,7 @@ def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> 
     if ended.oom_killed:
         return change(base, text="killed by the kernel: out of memory")
     if ended.signal:
-        hint = " (out of memory suspected)" if ended.signal == _SIGKILL else ""
+        hint = _KILLED_HINTS[ended.oom_counted] if ended.signal == _SIGKILL else ""
         return change(base, text=f"ended by signal {ended.signal}{hint}", explains=ended.signal != _SIGABRT)
     if ended.exit_code == 0:
         return change(base, text="left with 0 before its declared end")
@@ -140,11 +147,33 @@ def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> 
     last = ended.error.strip().splitlines()[-1] if ended.error.strip() else ""
     if _LOST_PEER.search(ended.error):
         return change(base, text=f"lost a peer: {last[:200]}", explains=False, traceback="")
+    if ended.said_action in _HARDWARE_WORDS:
+        return change(base, cause="infrastructure", text=f"its last lines speak of {ended.said}: {last[:200]}".rstrip(": "), traceback="")
+    if ended.exit_code in (RERUN_EXIT, WRONG_RESULT_EXIT):
+        return _rerun(base, ended.exit_code, generation)
     if ended.error:
         return change(base, cause="program", text=last[:300])
+    if ended.said == "unknown":
+        return change(base, text=f"left with {ended.exit_code}; its last lines are a victim's", explains=False)
     if ended.exit_code == USAGE_EXIT:
         return change(base, cause="program", text=f"{WRONG_USAGE}: its words are in rank{ended.rank}.out")
     return change(base, text=f"left with {ended.exit_code} and no traceback")
+
+
+def _rerun(base: Symptom, code: int, generation: GenerationView) -> Symptom:
+    """Megatron's rerun machine saw a result that it did not trust. One rank alone with 17 is accused by its own repeated
+    result; when all leave alike, nobody is."""
+    change = msgspec.structs.replace
+    if code == RERUN_EXIT:
+        return change(
+            base, cause="infrastructure", text=f"left with {code}: asks to run again to tell a transient fault from a lasting one"
+        )
+    alike = sum(fact.exit.exit_code == WRONG_RESULT_EXIT for fact in generation.exits.values())
+    if alike == 1:
+        return change(
+            base, kind="sdc", cause="infrastructure", explains=False, text=f"left with {code}: its result was wrong again when repeated"
+        )
+    return change(base, cause="infrastructure", text=f"left with {code}, as {alike - 1} others: a result was wrong again when repeated")
 
 
 def _of_state(generation: GenerationView, policy: Policy) -> list[Symptom]:
