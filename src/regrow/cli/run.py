@@ -12,7 +12,6 @@ from regrow.cli import remote
 from regrow.cli.output import Json, emit, say
 from regrow.errors import ConfigurationError
 
-
 _CLUSTERS = "use --local N to start one here, or --supervisor URL or --store URL of a running one"
 
 
