@@ -143,7 +143,7 @@ class Story:
         self.version = ""
         self._recent: deque[Entry] = deque(maxlen=_RECENT)
         self.decision: tuple[float, str] = (float("-inf"), "")
-        """(when, reason) of the last decision: its first order carries the reason."""
+        """(when, reason) of the last decision: its first order carries the reason, and after a bar what is waited for."""
         self._quarantined: dict[str, tuple[float, str]] = {}
 
     def read(self, entries: Iterable[Entry]) -> Story:
@@ -157,7 +157,7 @@ class Story:
         self.first_at = entry.at if self.first_at is None else min(self.first_at, entry.at)
         self.last_at = entry.at if self.last_at is None else max(self.last_at, entry.at)
         if "seq" in entry.data and entry.at != self.decision[0]:
-            self.decision = (entry.at, entry.text)
+            self.decision = (entry.at, entry.text.partition(" | ")[0])
         self._note(entry)
         self._node(entry)
         if entry.kind == "set_quarantine":
@@ -319,6 +319,10 @@ def _recorded(story: Story, job: JobStory, entry: Entry) -> None:
     data = entry.data
     restore = data.get("restore")
     restored = int(restore["step"]) if restore else 0
+    if job.generations and entry.generation <= job.generations[-1].number:  # another life of a job of this name
+        for case in job.cases[-1:]:
+            case.incident = _change(case.incident, closed=True)
+        job.frontier = 0
     story.seed(job, entry, after=entry.generation, restored=restored)
     _end_generation(job, entry.at, "replaced")
     mesh = str(data.get("mesh", ""))

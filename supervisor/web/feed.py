@@ -69,7 +69,7 @@ class Feed:
             self._builder = asyncio.create_task(self._run(), name="supervisor-page")
 
     def _whole(self) -> Document:
-        steps = {name: [list(item) for item in _points(story.steps)] for name, story in self._story.jobs.items()}
+        steps = {name: _points(story.steps) for name, story in self._story.jobs.items()}
         lines = [line(entry) for entry in self._journal.since(0, limit=4_000) if entry.kind not in _QUIET]
         return self._document | {"steps": steps, "log": lines[-_LOG_LINES:]}
 

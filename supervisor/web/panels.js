@@ -1,6 +1,7 @@
 // Panels that are drawn anew when their data changed: mesh, generations, incidents, checkpoints, quarantine, journal.
 
 const PHASES = ["detect", "decide", "fence", "stop", "start", "rendezvous", "restore", "first_step"];
+const SHORT = ["det", "dec", "fen", "stop", "sta", "ren", "res", "1st"];
 const MOST_RANK_CELLS = 256;
 const MOST_STAGE_CELLS = 4096;
 
@@ -103,7 +104,7 @@ export function phases(values) {
   const words = [];
   PHASES.forEach((name, index) => {
     if (!(name in values)) return;
-    const part = element("i", { className: `p${index}`, textContent: name.slice(0, 2), title: `${name} ${values[name].toFixed(2)} s` });
+    const part = element("i", { className: `p${index}`, textContent: SHORT[index], title: `${name} ${values[name].toFixed(2)} s` });
     part.style.flex = `${values[name] / total} 1 0`;
     part.setAttribute("aria-hidden", "true");
     bar.append(part);
