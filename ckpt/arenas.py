@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import threading
+from pathlib import Path
 
 _SLACK_BYTES = 1 << 20
 
@@ -15,6 +16,7 @@ class Arena:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.is_closed = False
         self.handle = os.memfd_create("regrow-arena", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.handle, 0, num_bytes)
@@ -25,9 +27,30 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back (once no worker maps it either)."""
+        self.is_closed = True
         os.close(self.handle)
         with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
             self.memory.close()
+
+
+class Contents:
+    """Which files lie in arenas, also in those that nobody uses any more: a restart on the same node reads them from memory."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[Path, tuple[Arena, int]] = {}
+
+    def put(self, path: Path, arena: Arena, num_bytes: int) -> None:
+        """An arena is the image of a file that is on storage."""
+        self.forget(arena)
+        self._arenas[path] = (arena, num_bytes)
+
+    def forget(self, arena: Arena) -> None:
+        """An arena is about to hold something else."""
+        self._arenas = {path: held for path, held in self._arenas.items() if held[0] is not arena and not held[0].is_closed}
+
+    def of(self, directory: Path) -> list[tuple[str, Arena, int]]:
+        """(name, arena, bytes) of the files of a directory."""
+        return [(path.name, *held) for path, held in self._arenas.items() if path.parent == directory and not held[0].is_closed]
 
 
 class ArenaPool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,9 +21,14 @@ class Loaded(msgspec.Struct, frozen=True):
 
     bytes_needed: int
     bytes_read: int
+    """From storage."""
+    bytes_from_memory: int = 0
+    """From arenas of this node."""
 
 
-def load_items(directory: Path, source: Source, items: Iterable[Item], *, threads: int = 0) -> Loaded:
+def load_items(
+    directory: Path, source: Source, items: Iterable[Item], *, threads: int = 0, memory: Mapping[str, int] | None = None
+) -> Loaded:
     """Fill every item's live tensor.
 
     Args:
@@ -31,6 +36,7 @@ def load_items(directory: Path, source: Source, items: Iterable[Item], *, thread
         source: Its chunks.
         items: Live tensors and the boxes that they hold; all names must be in the source.
         threads: Parallel reads; 0 takes as many as there are cores, at most 4.
+        memory: Descriptors of files that are in memory too (`ShardReader`).
 
     Raises:
         DamagedCheckpointError: missing or altered bytes, with file and tensor.
@@ -43,13 +49,20 @@ def load_items(directory: Path, source: Source, items: Iterable[Item], *, thread
             continue
         needed += item.box.nbytes
         work += [(piece, _target(item.local, piece)) for piece in pieces(source, item.box)]
-    return Loaded(needed, load_pieces(directory, source.block_bytes, work, threads=threads))
+    reader = ShardReader(directory, source.block_bytes, memory)
+    _load_pieces(reader, work, threads)
+    return Loaded(needed, reader.bytes_read, reader.bytes_from_memory)
 
 
 def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch.Tensor]], *, threads: int = 0) -> int:
     """Fill each target with its piece; returns the bytes read. Arguments and errors as for `load_items`."""
-    work = sorted(work, key=lambda one: (one[0].file, one[0].chunk.at))
     reader = ShardReader(directory, block_bytes)
+    _load_pieces(reader, work, threads)
+    return reader.bytes_read
+
+
+def _load_pieces(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]], threads: int) -> None:
+    work = sorted(work, key=lambda one: (one[0].file, one[0].chunk.at))
     try:
         reader.open_files({piece.file for piece, _ in work})
         count = threads or min(4, os.cpu_count() or 1)
@@ -61,7 +74,6 @@ def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch
                     done.result()
     finally:
         reader.close()
-    return reader.bytes_read
 
 
 def _batches(work: list[tuple[Piece, torch.Tensor]], threads: int) -> list[list[tuple[Piece, torch.Tensor]]]:

@@ -2,6 +2,7 @@
 
     producer (worker) -> writer     ProducerHello, Prepare, Submit, Skip
     writer -> producer              Ready (with two memfds), Released, Rejected
+    restoring worker -> writer      Borrow; answered by Held (with a memfd) for each file, then HeldAll
     controller (agent) -> writer    ControllerHello, Acknowledged, QueryStatus
     writer -> controller            wire.ShardsDurable, wire.ShardsFailed (kept until acknowledged), WriterStatus
 
@@ -66,6 +67,25 @@ class Skip(_Message, frozen=True, kw_only=True, tag="skip"):
     reason: str
 
 
+class Borrow(_Message, frozen=True, kw_only=True, tag="borrow"):
+    """Which files of a checkpoint are still in arenas? They are the fastest place to restore from."""
+
+    directory: str
+    """Absolute."""
+
+
+class Held(_Message, frozen=True, kw_only=True, tag="held"):
+    """A file that an arena held when this was sent; its descriptor comes with this line. An arena may be filled anew at any
+    time: whoever reads it verifies what he read."""
+
+    name: str
+    size_bytes: int
+
+
+class HeldAll(_Message, frozen=True, kw_only=True, tag="held_all"):
+    """The end of the answer to `Borrow`."""
+
+
 class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
     """Arenas 0..num_arenas-1 of `arena_bytes` each are yours and free; their descriptors come with this line."""
 
@@ -123,6 +143,6 @@ class WriterStatus(_Message, frozen=True, kw_only=True, tag="writer_status"):
     last_write_seconds: float = 0.0
 
 
-ToWriter = ProducerHello | Prepare | Submit | Skip | ControllerHello | Acknowledged | QueryStatus
-ToProducer = Ready | Released | Rejected
+ToWriter = ProducerHello | Prepare | Submit | Skip | Borrow | ControllerHello | Acknowledged | QueryStatus
+ToProducer = Ready | Released | Rejected | Held | HeldAll
 ToController = ShardsDurable | ShardsFailed | WriterStatus

@@ -18,6 +18,7 @@ from regrow.ckpt.flatten import Item
 from regrow.ckpt.loading import Loaded, load_items
 from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, read_manifests, read_record
 from regrow.ckpt.reshard import Source, compare_names, source_of
+from regrow.ckpt.sinks import Sink
 from regrow.errors import OperationalError
 from regrow.wire import GenerationSpec, RestorePoint
 
@@ -85,15 +86,27 @@ def check_names(opened: Opened, names: Collection[str]) -> None:
         )
 
 
-def load(opened: Opened, items: Sequence[Item]) -> Loaded:
-    """Fill the live tensors of this rank.
+def load(opened: Opened, items: Sequence[Item], sink: Sink) -> Loaded:
+    """Fill the live tensors of this rank, from this node's arenas where they still hold the files, else from storage.
 
     Raises:
         DamagedCheckpointError: bytes are not what was committed.
         OperationalError: a tensor has another shape or type.
     """
-    cost = load_items(opened.directory, opened.source, [item for item in items if _is_shared(item.box.name)])
-    log.info("restored step=%d bytes_needed=%d bytes_read=%d", opened.record.step, cost.bytes_needed, cost.bytes_read)
+    shared = [item for item in items if _is_shared(item.box.name)]
+    memory = sink.borrow(opened.directory)
+    try:
+        cost = load_items(opened.directory, opened.source, shared, memory=memory)
+    finally:
+        for handle in memory.values():
+            os.close(handle)
+    log.info(
+        "restored step=%d bytes_needed=%d bytes_read=%d bytes_from_memory=%d",
+        opened.record.step,
+        cost.bytes_needed,
+        cost.bytes_read,
+        cost.bytes_from_memory,
+    )
     return cost
 
 

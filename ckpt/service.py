@@ -14,14 +14,17 @@ import msgspec
 
 from regrow import wire
 from regrow.ckpt import faults
-from regrow.ckpt.arenas import Arena, ArenaPool
+from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.channel import ServerChannel
 from regrow.ckpt.commit import publish
 from regrow.ckpt.manifest import NodeManifest, RankManifest, RankPlan, digest, encode, manifest_name, shard_name
 from regrow.ckpt.protocol import (
     ARENAS_PER_PRODUCER,
     Acknowledged,
+    Borrow,
     ControllerHello,
+    Held,
+    HeldAll,
     Prepare,
     ProducerHello,
     QueryStatus,
@@ -70,6 +73,7 @@ class Writer:
         self._storing = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store")
         self._threads = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
         self._pool = ArenaPool()
+        self._contents = Contents()
         self._saves = Saves()
         self._tokens: dict[str, Token] = {}
         self._producers: set[Producer] = set()
@@ -90,6 +94,8 @@ class Writer:
                 elif isinstance(message, Prepare | Submit | Skip):
                     if producer is not None:
                         await self._from_producer(producer, message)
+                elif isinstance(message, Borrow):
+                    self._lend(channel, message)
                 else:
                     self._from_controller(channel, message)
         except msgspec.MsgspecError as error:
@@ -99,6 +105,11 @@ class Writer:
             if producer is not None:
                 self._lose(producer)
             await channel.close()
+
+    def _lend(self, channel: ServerChannel, message: Borrow) -> None:
+        for name, arena, size in self._contents.of(Path(message.directory)):
+            channel.send(Held(name=name, size_bytes=size), [arena.handle])
+        channel.send(HeldAll())
 
     async def drain(self) -> None:
         """Wait until no write is in progress."""
@@ -173,6 +184,7 @@ class Writer:
             return
         lease = leases[message.arena]
         lease.busy = True
+        self._contents.forget(lease.arena)
         save = self._saves.submit(producer.hello, message, time.monotonic())
         self._start(self._store(producer, message, lease, save, key))
 
@@ -183,6 +195,8 @@ class Writer:
             task = (producer.hello, message, lease.arena, producer.plan)
             result = await asyncio.get_running_loop().run_in_executor(self._storing, self._store_file, *task)
         self._saves.wrote(save, producer.hello.rank, result)
+        if isinstance(result, RankManifest):
+            self._contents.put(Path(save.hello.folder) / save.directory / result.file, lease.arena, result.size_bytes)
         lease.busy = False
         if lease.abandoned:
             self._pool.give(lease.arena)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
@@ -13,11 +14,14 @@ from regrow import wire
 from regrow.ckpt.channel import WorkerChannel
 from regrow.ckpt.commit import Collector, publish, write_record
 from regrow.ckpt.manifest import NodeManifest, RankPlan, digest, encode, manifest_name, shard_name
-from regrow.ckpt.protocol import Prepare, ProducerHello, Ready, Rejected, Released, Skip, Submit, ToProducer
+from regrow.ckpt.protocol import Borrow, Held, HeldAll, Prepare, ProducerHello, Ready, Rejected, Released, Skip, Submit, ToProducer
 from regrow.ckpt.storing import make_directory, store_shard
 from regrow.errors import FencedError, OperationalError
 from regrow.wire import GenerationSpec, ShardFile, ShardsDurable
 
+log = logging.getLogger("regrow.ckpt.sinks")
+BORROW_SECONDS = 5.0
+"""A writer that does not say what it holds within this is stuck: storage is read instead."""
 PREPARE_SECONDS = 15.0
 """A writer that gives no arenas within this and two seconds for each GB is stuck."""
 
@@ -50,6 +54,10 @@ class Sink(Protocol):
 
     def skip(self, step: int, reason: str) -> None:
         """This rank takes no part in the save of a step."""
+        ...
+
+    def borrow(self, directory: Path) -> dict[str, int]:
+        """Descriptors of files of a checkpoint that are in memory here, by name; the caller closes them. Never raises."""
         ...
 
     def close(self) -> None:
@@ -150,6 +158,29 @@ class WriterSink:
         """Tell the writer that a step is void."""
         self._connected().send(Skip(step=step, reason=reason))
 
+    def borrow(self, directory: Path) -> dict[str, int]:
+        """Files of a checkpoint that this node's writer still has in arenas."""
+        found: dict[str, int] = {}
+        try:
+            channel = WorkerChannel(self._path, timeout_seconds=BORROW_SECONDS)
+        except OperationalError:
+            return found
+        try:
+            channel.send(Borrow(directory=str(directory.absolute())))
+            deadline = time.monotonic() + BORROW_SECONDS
+            while lines := channel.wait(deadline):
+                for line in lines:
+                    message = wire.decode(line, ToProducer)
+                    if isinstance(message, Held):
+                        found[message.name] = channel.take_handles(1)[0]
+                    elif isinstance(message, HeldAll):
+                        return found
+        except OperationalError as error:
+            log.info("nothing borrowed from the writer: %s", error.what)
+        finally:
+            channel.close()
+        return found
+
     def close(self) -> None:
         """Leave the writer."""
         if self._channel is not None:
@@ -223,6 +254,10 @@ class DirectSink:
 
     def skip(self, step: int, reason: str) -> None:
         """Nothing to tell anybody."""
+
+    def borrow(self, directory: Path) -> dict[str, int]:  # noqa: ARG002
+        """Nothing outlives this process."""
+        return {}
 
     def close(self) -> None:
         """End the checksum thread."""

@@ -366,7 +366,7 @@ class TrainState:
         restoring.check_names(opened, self._names)
         self.differences = restoring.compare(opened, self._job_facts(), self._launched, spec, self._accept)
         items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in live.copies)]
-        self.loaded = restoring.load(opened, items)
+        self.loaded = restoring.load(opened, items, self._sink)
         self._objects.load(opened.record, opened.private, live, spec, self._place.rank, opened.read)
         changes = Accepted(self._objects.optimizer, live.names, self._launched, opened.groups())
         changes.apply({one.field for one in self.differences if one.accepted}, self._objects.schedulers)
