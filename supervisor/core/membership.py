@@ -33,12 +33,20 @@ def why_not(view: View, node: NodeView, job: JobView) -> str:
         return "cordoned"
     if quarantine.is_bad(node):
         return f"unhealthy: {node.health.reason}"
-    record = quarantine.blocked(view, node)
+    record = quarantine.blocked(view, node) if _out(view) else None
     if record is not None:
         return f"{record.state}: {record.reason}"
     if slots_for(node, job.spec) < 1:
         return "no slots"
     return ""
+
+
+_any_out: Memo[bool] = Memo()
+
+
+def _out(view: View) -> bool:
+    """Is any hardware kept out at all?"""
+    return _any_out.get((view.quarantine,), None, lambda: any(record.state in quarantine.OUT for record in view.quarantine.values()))
 
 
 _blocked: Memo[dict[str, str]] = Memo()
@@ -48,7 +56,52 @@ _eligible: Memo[tuple[Seat, ...]] = Memo()
 def blocked(view: View, job: JobView) -> dict[str, str]:
     """{node: why not} of the nodes that cannot be in a generation of this job. Do not change it: it is remembered."""
     parts = (view.nodes, view.quarantine, view.cordoned, view.drains, job.spec)
-    return _blocked.get(parts, None, lambda: {name: why for name, node in view.nodes.items() if (why := why_not(view, node, job))})
+    return _blocked.get(parts, None, lambda: _find_blocked(view, job))
+
+
+class _Scan:
+    """The last scan over all nodes: of thousands few change from one to the next."""
+
+    def __init__(self) -> None:
+        self.rules: tuple[object, ...] = ()
+        self.nodes: dict[str, NodeView] = {}
+        self.found: dict[str, str] = {}
+
+    def changed(self, view: View, rules: tuple[object, ...]) -> list[NodeView] | None:
+        """Nodes that differ from the last scan; None: everything has to be looked at again.
+
+        A node that appears, goes or has other hardware may change whose chassis serial is unique, and with it others' answers.
+        """
+        if len(rules) != len(self.rules) or any(one is not other for one, other in zip(rules, self.rules, strict=True)):
+            return None
+        before = self.nodes
+        if len(before) != len(view.nodes):
+            return None
+        found: list[NodeView] = []
+        for name, node in view.nodes.items():
+            known = before.get(name)
+            if known is node:
+                continue
+            if known is None or known.hardware_id != node.hardware_id:
+                return None
+            found.append(node)
+        return found
+
+
+_scan = _Scan()
+
+
+def _find_blocked(view: View, job: JobView) -> dict[str, str]:
+    rules = (view.quarantine, view.cordoned, view.drains, job.spec)
+    changed = _scan.changed(view, rules)
+    if changed is None:
+        found = {name: why for name, node in view.nodes.items() if (why := why_not(view, node, job))}
+    else:
+        again = {node.name: why_not(view, node, job) for node in changed}
+        merged = _scan.found | again
+        found = {name: why for name in view.nodes if (why := merged.get(name))} if again else _scan.found
+    _scan.rules, _scan.nodes, _scan.found = rules, view.nodes, found
+    return found
 
 
 def slots_for(node: NodeView, spec: wire.JobSpec) -> int:
