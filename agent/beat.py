@@ -11,13 +11,12 @@ import contextlib
 import logging
 import random
 import socket
-import ssl
 from collections import deque
 from typing import Any, Protocol
 
 import msgspec
 
-from regrow import wire
+from regrow import security, wire
 
 _log = logging.getLogger("regrow.agent.beat")
 
@@ -87,7 +86,7 @@ class Outbox:
 class BeatConnection:
     """Keeps the connection to whoever leads."""
 
-    def __init__(self, source: BeatSource, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, source: BeatSource, *, tls: security.Tls | None = None) -> None:
         self._source = source
         self._tls = tls
         self._leader: wire.LeaderRecord | None = None
@@ -174,11 +173,13 @@ class BeatConnection:
 
     async def _session(self, leader: wire.LeaderRecord) -> None:
         host, _, port = leader.beat_address.rpartition(":")
+        tls = self._tls.connecting() if self._tls is not None else None
         async with asyncio.timeout(_CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES, ssl=self._tls)
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES, ssl=tls)
         self._writer = writer
         _tune(writer)
         try:
+            security.expect_role(writer, "supervisor")
             writer.write(wire.encode(self._source.hello()))
             async with asyncio.timeout(_WELCOME_SECONDS):
                 answer = wire.decode(await _line(reader), wire.ToAgent)

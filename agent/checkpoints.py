@@ -36,7 +36,8 @@ class Checkpoints:
         self._store = store
         self._keys = keys
         self._report = report
-        self._server = PeerServer(settings.address, settings.peer_port, self._from_peer)
+        self._server = PeerServer(settings.address, settings.peer_port, self._from_peer, tls=settings.tls("server"))
+        self._tls = settings.tls("client")
         self._link = WriterLink(paths.writer_socket, settings.state, settings.node, self._from_writer)
         self._spec: wire.GenerationSpec | None = None
         self._client: PeerClient | None = None
@@ -88,7 +89,7 @@ class Checkpoints:
             self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle, after_commit=cleaner.clean)
             self._work = asyncio.create_task(self._commit(self._committer), name="regrow-committer")
         elif spec.commit_address:
-            self._client = PeerClient(spec.commit_address, self._settled, find=lambda: self._find(spec.committing_node))
+            self._client = PeerClient(spec.commit_address, self._settled, find=lambda: self._find(spec.committing_node), tls=self._tls)
         early, self._early = self._early, []
         for report in early:
             self._from_writer(report)

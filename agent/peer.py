@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from regrow import wire
+from regrow import security, wire
 
 _log = logging.getLogger("regrow.agent.peer")
 
@@ -37,10 +37,13 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 class PeerServer:
     """The committing agent's port."""
 
-    def __init__(self, host: str, port: int, handle: Callable[[Report], Awaitable[Settled | None]]) -> None:
+    def __init__(
+        self, host: str, port: int, handle: Callable[[Report], Awaitable[Settled | None]], *, tls: security.Tls | None = None
+    ) -> None:
         self._host = host
         self._port = port
         self._handle = handle
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.StreamWriter] = set()
         self.address = ""
@@ -54,7 +57,9 @@ class PeerServer:
         ports = [self._port] if self._port else [preferred_port, 0] if preferred_port else [0]
         for port in ports:
             try:
-                self._server = await asyncio.start_server(self._serve, self._host, port, limit=wire.MAX_MESSAGE_BYTES)
+                self._server = await asyncio.start_server(
+                    self._serve, self._host, port, limit=wire.MAX_MESSAGE_BYTES, ssl=self._tls.listening if self._tls is not None else None
+                )
                 break
             except OSError:
                 if port == ports[-1]:
@@ -78,6 +83,7 @@ class PeerServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._clients.add(writer)
         try:
+            security.expect_role(writer, "node")
             while (line := await reader.readline()).endswith(b"\n"):
                 message = wire.decode(line, wire.PeerMessage)
                 if isinstance(message, wire.Unknown):
@@ -96,11 +102,19 @@ class PeerServer:
 class PeerClient:
     """Reports to one committing agent, for as long as it is the one."""
 
-    def __init__(self, address: str, on_settled: Callable[[Settled], None], *, find: Callable[[], Awaitable[str]] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_settled: Callable[[Settled], None],
+        *,
+        find: Callable[[], Awaitable[str]] | None = None,
+        tls: security.Tls | None = None,
+    ) -> None:
         """`find` tells where the committing agent is now, when it is not at `address` any more (empty: not known)."""
         self.address = address
         self._on_settled = on_settled
         self._find = find
+        self._tls = tls
         self._unsettled: dict[tuple[str, int, int], Report] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
@@ -126,7 +140,13 @@ class PeerClient:
         while True:
             host, _, port = self.address.rpartition(":")
             try:
-                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES)
+                reader, writer = await asyncio.open_connection(
+                    host.strip("[]"),
+                    int(port),
+                    limit=wire.MAX_MESSAGE_BYTES,
+                    ssl=self._tls.connecting() if self._tls is not None else None,
+                )
+                _expect_node(writer)
             except OSError as error:
                 if pause == _BACKOFF_SECONDS[0]:
                     _log.info("committing agent %s: %s", self.address, error)
@@ -151,3 +171,11 @@ class PeerClient:
         finally:
             self._writer = None
             writer.close()
+
+
+def _expect_node(writer: asyncio.StreamWriter) -> None:
+    try:
+        security.expect_role(writer, "node")
+    except ConnectionRefusedError:
+        writer.close()
+        raise

@@ -13,6 +13,8 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from regrow import security
 from regrow.errors import ConfigurationError
+from regrow.ids import check_name
 from regrow.supervisor.pacing import Buckets
 
 log = logging.getLogger("regrow.supervisor.auth")
@@ -123,6 +126,48 @@ class Tokens:
             self._known = {}
         except (OSError, ConfigurationError) as error:
             log.warning("the token file keeps its old content: %s", error)
+
+
+def make_token(path: Path, name: str, role: Role) -> str:
+    """A new token for `name`, in place of an older one. The file keeps its digest only.
+
+    Raises:
+        ConfigurationError: a bad name, or the file cannot be used.
+    """
+    check_name("operator", name)
+    token = secrets.token_urlsafe(32)
+    _rewrite(path, name, f"{name} {role} {digest(token)}")
+    return token
+
+
+def remove_token(path: Path, name: str) -> None:
+    """Take the token of `name` away.
+
+    Raises:
+        ConfigurationError: there is none, or the file cannot be used.
+    """
+    Tokens(path)
+    if not any(line.split()[:1] == [name] for line in path.read_text(encoding="utf-8").splitlines()):
+        raise ConfigurationError(f"{name!r} has no token", where=str(path), hint="the first word of a line is the name")
+    _rewrite(path, name, "")
+
+
+def _rewrite(path: Path, name: str, line: str) -> None:
+    try:
+        before = path.read_text(encoding="utf-8").splitlines() if path.exists() else ["# NAME ROLE sha256:DIGEST"]
+        kept = [old for old in before if old.split()[:1] != [name]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.new")
+        fresh.unlink(missing_ok=True)
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write("\n".join([*kept, *([line] if line else [])]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            fresh.chmod(path.stat().st_mode & 0o755)
+        fresh.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror}", where="--file", hint="check the path") from error
 
 
 def is_loopback(host: str) -> bool:

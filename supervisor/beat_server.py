@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from regrow import wire
+from regrow import security, wire
 from regrow.errors import ConfigurationError
 
 log = logging.getLogger("regrow.supervisor.beats")
@@ -43,6 +43,11 @@ class Connection:
         self.node = ""
         self.incarnation = ""
         self._writer = writer
+
+    @property
+    def transport(self) -> asyncio.StreamWriter:
+        """For what TLS knows of the other side."""
+        return self._writer
 
     def send(self, message: msgspec.Struct) -> bool:
         """Hand a message to the kernel. False: the connection is closing, or its agent does not read."""
@@ -122,6 +127,12 @@ class BeatServer:
             return
         if not isinstance(hello, wire.Hello):
             connection.send(wire.Refused(reason=f"greeted with {type(hello).__name__}, not hello", retry=False))
+            return
+        role, named = security.peer_name(connection.transport)
+        if connection.transport.get_extra_info("peercert") and (role, named) != ("node", hello.node):
+            log.warning("node=%s shows the certificate of %s %s: refused", hello.node, role or "nobody of ours", named)
+            connection.send(wire.Refused(reason=f"the certificate does not name node {hello.node}: {role} {named}", retry=False))
+            connection.close()
             return
         connection.node, connection.incarnation = hello.node, hello.incarnation
         answer = self._receiver.greeted(hello, connection)

@@ -14,4 +14,4 @@ python=${PYTHON:-python3}
 echo "setup: installing torch 2.13.0 (CPU), the packages of pyproject.toml and the development tools into $venv"
 "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
 "$venv/bin/pip" install --quiet --disable-pip-version-check -r tools/requirements-dev.txt
-"$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[train,objects]'
+"$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[train,objects,security]'

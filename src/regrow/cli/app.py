@@ -30,6 +30,7 @@ MODULES = (
     "observe",
     "health",
     "autopsy",
+    "certs",
     "doctor",
 )
 """Files of this package that have `register(app)`, in the order of `regrow --help`."""
