@@ -75,9 +75,10 @@ function whole(message) {
 function change(message) {
   if (message.set) { Object.assign(state, message.set); mark("cluster", "quarantine"); }
   if (message.nodes) {
+    if (Object.entries(message.nodes).some(([name, row]) => moved(state.nodes[name], row))) mark("mesh");
     merge(state.nodes, message.nodes);
     nodes.update(byId("grid"), message.nodes, false);
-    mark("legend", "mesh", "quarantine", "cluster");
+    mark("legend", "quarantine", "cluster");
     if (nodes.chosenNode() in message.nodes) showNode(nodes.chosenNode());
   }
   for (const [name, fields] of Object.entries(message.jobs ?? {})) changeJob(name, fields);
@@ -94,6 +95,8 @@ function change(message) {
     mark("log");
   }
 }
+
+const moved = (before, after) => JSON.stringify(before?.slice(3, 5)) !== JSON.stringify(after?.slice(3, 5));
 
 function changeJob(name, fields) {
   if (fields === null) { delete state.jobs[name]; mark("choice"); }
