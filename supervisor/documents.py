@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from regrow.supervisor.core import goodput, membership, phases, quarantine, rates, symptoms
+from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import GenerationView, Incident, JobView, Member, NodeView, View
 
 PLANNED = "planned"
@@ -58,6 +59,10 @@ def job_line(job: JobView, now: float) -> dict[str, Any]:
     return {name: whole[name] for name in ("job", "state", "reason", "generation", "step", "mesh", "loss", "goodput")}
 
 
+_ADVICE_SECONDS = Policy().budget_window_seconds
+"""Advice goes by failures of this time, as the decision not to grow does by default."""
+
+
 def job_document(view: View, job: JobView, now: float) -> dict[str, Any]:
     """`job show`."""
     nodes = [_job_node(view, job, item, now) for _, item in sorted(view.nodes.items())]
@@ -100,7 +105,7 @@ def job_summary(job: JobView, now: float) -> dict[str, Any]:
         ],
         "restarts": len(job.ledger.charges),
         "failures_per_hour": rates.failure_rate(job, now) * 3600,
-        "advice": "failures come in batches: fix machines first" if rates.over_dispersed(job) is not None else "",
+        "advice": "failures come in batches: fix machines first" if rates.in_batches(job, now, _ADVICE_SECONDS) is not None else "",
         "goodput": goodput.ratio(job, now),
         "ettr": goodput.ettr(job, now),
         "lost_steps": job.effort.lost_steps,

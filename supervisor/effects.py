@@ -16,6 +16,7 @@ from regrow.store.base import (
     Comparison,
     Delete,
     Get,
+    KeyValue,
     NoSpace,
     Operation,
     Put,
@@ -54,6 +55,23 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
     drain: bool = False
     by: str = ""
     version: int = wire.PROTOCOL_VERSION
+
+
+def committed_event(job: str, record: wire.CheckpointRecord, at: float) -> e.CheckpointMoved:
+    """A checkpoint record of the store as a fact."""
+    return e.CheckpointMoved(
+        at=at,
+        job=job,
+        generation=record.generation,
+        step=record.step,
+        state="committed",
+        directory=record.directory,
+        record_digest=record.record_digest,
+        samples=record.samples,
+        num_bytes=record.num_bytes,
+        evidence=record.evidence,
+        damaged=record.damaged,
+    )
 
 
 class Effects:
@@ -129,6 +147,9 @@ class Effects:
                     self._failed(seq, "stop_workers", "not connected", job=action.job, node=action.node, generation=action.generation)
             case a.AskSave() | a.TellRate() | a.AskStacks() | a.ReleaseNode():
                 self._order(seq, action, epoch)
+            case a.ClearHealth():
+                if not self._send(action.node, wire.ClearHealth(epoch=epoch, seq=seq, by="operator")):
+                    self._failed(seq, "clear_health", "not connected", job="", node=action.node)
             case a.SetQuarantine():
                 self.write(self._keys.quarantined(action.record.key), msgspec.json.encode(action.record))
             case a.SetCheckpoint():
@@ -202,7 +223,7 @@ class Effects:
     async def _record(self, seq: int, action: a.RecordGeneration, epoch: int) -> None:
         spec = action.spec
         try:
-            won, revision = await self._record_once(seq, action, epoch)
+            won, revision, checkpoints = await self._record_once(seq, action, epoch)
         except StoreError as error:
             self._failed(seq, "record_generation", error.what, job=action.job, generation=spec.generation)
             return
@@ -212,12 +233,29 @@ class Effects:
             self._lost(reason)
             return
         self.generation_revisions[action.job] = revision
+        self._late_commits(action, checkpoints)
         for step, why in action.damaged.items():
             self._spawn(self._amend_checkpoint(action.job, step, (), why))
         self._post(e.GenerationRecorded(at=self._now(), job=action.job, generation=spec.generation))
 
-    async def _record_once(self, seq: int, action: a.RecordGeneration, epoch: int) -> tuple[bool, int]:
-        """One transaction: generation, ledger, members (early ones before it when they are many), the journal's entry."""
+    def _late_commits(self, action: a.RecordGeneration, items: Sequence[KeyValue]) -> None:
+        """What was committed between the decision and its record. From the record on, nothing of older generations can be."""
+        restored = action.spec.restore.step if action.spec.restore is not None else 0
+        for item in items:
+            try:
+                record = msgspec.json.decode(item.value, type=wire.CheckpointRecord)
+            except msgspec.MsgspecError:
+                log.warning("key=%s is not readable", item.key)
+                continue
+            if record.step > restored and record.step not in action.damaged:
+                self._post(committed_event(action.job, record, self._now()))
+
+    async def _record_once(self, seq: int, action: a.RecordGeneration, epoch: int) -> tuple[bool, int, tuple[KeyValue, ...]]:
+        """One transaction: generation, ledger, members (early ones before it when they are many), the journal's entry.
+
+        Returns:
+            Whether it is in the store, its mod_revision, and the checkpoints that were committed by then.
+        """
         spec, keys = action.spec, self._keys
         key = keys.job(action.job, "generation")
         members_hash = hashlib.sha256(msgspec.json.encode(action.members)).hexdigest()[:16]
@@ -255,20 +293,19 @@ class Effects:
             success.append(Delete(keys.members_of(action.job, old), prefix=True))
         compare = [mod_revision(key) == known if known else version(key) == 0, *([self.comparison] if self.comparison else [])]
         try:
-            result = await self._store.transaction(compare, [*success, Get(key)], [Get(key)], timeout=_RECORD_SECONDS)
+            listing = Get(keys.checkpoints(action.job), prefix=True)
+            result = await self._store.transaction(compare, [*success, listing, Get(key)], [listing, Get(key)], timeout=_RECORD_SECONDS)
         except StoreUnavailable as error:
             if not error.maybe_applied:
                 raise
             found = await self._store.get(key, timeout=_RECORD_SECONDS)
             if found is not None and found.value == value:
-                return True, found.mod_revision
+                return True, found.mod_revision, (await self._store.get_prefix(keys.checkpoints(action.job))).items
             raise
-        items = result.results[-1].items
-        if result.succeeded:
-            return True, items[0].mod_revision
-        if items and items[0].value == value:
-            return True, items[0].mod_revision
-        return False, 0
+        items, checkpoints = result.results[-1].items, result.results[-2].items
+        if result.succeeded or (items and items[0].value == value):
+            return True, items[0].mod_revision, checkpoints
+        return False, 0, ()
 
     async def _guarded(self, operations: Sequence[Operation]) -> bool:
         compare = [self.comparison] if self.comparison else []

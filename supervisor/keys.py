@@ -30,6 +30,10 @@ class Keys:
         """Prefix of all chunks of a generation."""
         return f"{self.jobs}{job}/members/{generation}/"
 
+    def checkpoints(self, job: str) -> str:
+        """Prefix of all committed checkpoints of a job."""
+        return f"{self.jobs}{job}/checkpoints/"
+
     def checkpoint(self, job: str, step: int) -> str:
         """A committed checkpoint."""
         return f"{self.jobs}{job}/checkpoints/{step}"

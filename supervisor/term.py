@@ -22,7 +22,7 @@ from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.core.view import View
 from regrow.supervisor.detector import Silence, Stall
-from regrow.supervisor.effects import Effects
+from regrow.supervisor.effects import Effects, committed_event
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
 from regrow.supervisor.linger import Linger
@@ -335,21 +335,7 @@ class Term:
         known = view.checkpoints.get(record.step) if view is not None else None
         if known is not None and (known.directory, known.evidence, known.damaged) == (record.directory, record.evidence, record.damaged):
             return
-        self.post(
-            e.CheckpointMoved(
-                at=self._now(),
-                job=job,
-                generation=record.generation,
-                step=record.step,
-                state="committed",
-                directory=record.directory,
-                record_digest=record.record_digest,
-                samples=record.samples,
-                num_bytes=record.num_bytes,
-                evidence=record.evidence,
-                damaged=record.damaged,
-            )
-        )
+        self.post(committed_event(job, record, self._now()))
 
 
 async def raise_epoch(store: Store, keys: Keys, comparison: Comparison | None, at_least: int) -> int:

@@ -92,6 +92,12 @@ class ReleaseNode(_Action, frozen=True, kw_only=True, tag="release_node"):
     reason: str
 
 
+class ClearHealth(_Action, frozen=True, kw_only=True, tag="clear_health"):
+    """Tell an agent to end the conditions that it holds against its node: an operator says that it is repaired."""
+
+    node: str
+
+
 class SetQuarantine(_Action, frozen=True, kw_only=True, tag="set_quarantine"):
     """Write the state of a piece of hardware."""
 
@@ -159,6 +165,7 @@ Action = (
     | TellRate
     | AskStacks
     | ReleaseNode
+    | ClearHealth
     | SetQuarantine
     | SetCheckpoint
     | ParkJob

@@ -11,6 +11,7 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core import goodput, rates
 from regrow.supervisor.core.fold_generation import open_incident, with_incident
 from regrow.supervisor.core.fold_nodes import put, with_member
+from regrow.supervisor.core.ledger import MACHINE
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.records import IncidentSeed
 from regrow.supervisor.core.view import Boundary, GenerationView, Incident, JobView, Member, NodeView, Outcome, View
@@ -31,6 +32,9 @@ def issued(view: View, event: e.Issued) -> View:
         case a.ReleaseNode():
             node = view.nodes.get(action.node)
             return put(view, _change(node, released=True)) if node is not None else view
+        case a.ClearHealth():
+            node = view.nodes.get(action.node)
+            return put(view, _change(node, clear_asked=False, clear_sent_at=at)) if node is not None else view
         case a.SetQuarantine():
             return _quarantine(view, action)
         case a.Page():
@@ -103,7 +107,9 @@ def _record(job: JobView, action: a.RecordGeneration, at: float) -> JobView:
     }
     restored = spec.restore.step if spec.restore else 0
     unstarted = job.unstarted
-    if before is not None and before.first_step_at is None and (action.incident is None or not action.incident.cause):
+    charged = action.incident is not None and bool(action.incident.cause) and not _is_open(job, action.incident)
+    tried = before is not None and before.first_step_at is None and any(member.sent_at is not None for member in before.members.values())
+    if tried and not charged:
         unstarted += 1
     job = _lost_work(job, restored)
     job = _incident(job, action.incident, at, before, spec.generation, restored)
@@ -125,6 +131,11 @@ def _record(job: JobView, action: a.RecordGeneration, at: float) -> JobView:
     )
 
 
+def _is_open(job: JobView, seed: IncidentSeed) -> bool:
+    last = open_incident(job)
+    return last is not None and last.id == seed.id
+
+
 def _lost_work(job: JobView, restored: int) -> JobView:
     num = max(0, job.frontier - restored)
     if num == 0 or job.generation is None:
@@ -138,10 +149,10 @@ def _incident(
     """Open an incident, or carry the open one over to the generation that follows."""
     last = open_incident(job)
     if last is not None and (seed is None or not seed.cause or seed.id == last.id):
-        return with_incident(
-            job,
-            _change(last, generation_after=after, decided_at=at, restored_step=restored, marks={}, rung=seed.rung if seed else last.rung),
-        )
+        last = _change(last, generation_after=after, decided_at=at, restored_step=restored, marks={}, rung=seed.rung if seed else last.rung)
+        if seed is not None and seed.cause in MACHINE and last.cause not in MACHINE:
+            last = _change(last, kind=seed.kind, cause=seed.cause, text=f"{last.text}; {seed.text}")
+        return with_incident(job, last)
     if seed is None or not seed.cause:
         return job
     if last is not None:
@@ -246,9 +257,13 @@ def failed(view: View, event: e.ActionFailed) -> View:
     """An action had no effect: what it would have done is open again."""
     job = view.jobs.get(event.job)
     current = job.generation if job is not None else None
-    if event.kind == "stop_workers":
+    if event.kind in ("stop_workers", "clear_health"):
         node = view.nodes.get(event.node)
-        return put(view, _change(node, stop_sent=None)) if node is not None else view
+        if node is None:
+            return view
+        if event.kind == "stop_workers":
+            return put(view, _change(node, stop_sent=None))
+        return put(view, _change(node, clear_asked=True, clear_sent_at=None))
     if job is None or current is None or current.number != event.generation:
         return view
     if event.kind == "record_generation" and current.stage == "recording":

@@ -69,6 +69,7 @@ def _joined(view: View, event: e.NodeJoined) -> View:
         leaving_at=before.leaving_at if before is not None and same_process else None,
         leave_by=before.leave_by if before is not None and same_process else None,
         released=before.released if before is not None and same_process else False,
+        clear_asked=before.clear_asked and not healthy if before is not None else False,
         unusable=before.unusable if before is not None and same_process else "",
         highest_epoch=hello.highest_epoch,
         highest_generation=hello.highest_generation,
@@ -115,7 +116,7 @@ def condition(view: View, event: e.NodeHealth | e.NodeLeaving | e.NodeCommandGiv
     match event:
         case e.NodeHealth():
             since = (node.healthy_since if node.healthy_since is not None else event.at) if event.verdict.state == "healthy" else None
-            return put(view, _change(node, health=event.verdict, healthy_since=since))
+            return put(view, _change(node, health=event.verdict, healthy_since=since, clear_sent_at=None))
         case e.NodeLeaving():
             if node.leaving:
                 return view
@@ -138,7 +139,9 @@ def _command(view: View, event: e.NodeCommandGiven) -> View:
             held = any(record.node == name and record.state in (*quarantine.OUT, "suspect") for record in view.quarantine.values())
             view = _change(view, clears=view.clears | {name}) if held else view
             node = view.nodes.get(name)
-            return put(view, _change(node, unusable="")) if node is not None else view
+            if node is None:
+                return view
+            return put(view, _change(node, unusable="", clear_asked=node.health.state in ("degraded", "unhealthy")))
         case _:
             assert_never(event.command)
 

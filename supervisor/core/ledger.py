@@ -12,6 +12,8 @@ from regrow.supervisor.core.records import Charge, LedgerRecord
 
 PROGRAM = "program"
 BUDGETED = ("infrastructure", "preemption", "program", "unknown")
+MACHINE = ("infrastructure", "preemption")
+"""Causes that are not the program's."""
 DO_NOT_REQUEUE = 78
 """Exit code for a scheduler: the program is at fault, the same start would fail again (EX_CONFIG of sysexits)."""
 
@@ -27,7 +29,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def budget(spec: wire.JobSpec, policy: Policy, cause: str) -> int:
     """Restarts that a cause may take within the window."""
-    factor = policy.infrastructure_factor if cause in ("infrastructure", "preemption") else 1
+    factor = policy.infrastructure_factor if cause in MACHINE else 1
     return spec.max_restarts * factor
 
 
@@ -62,7 +64,7 @@ def judge(ledger: LedgerRecord, charge: Charge, spec: wire.JobSpec, policy: Poli
     if charge.cause in (PROGRAM, "unknown") and len(unexplained) + 1 >= limit:
         reason = f"{len(unexplained) + 1} failures in a row without a step beyond {charge.step}"
         return Verdict(allowed=False, reason=f"no progress: {reason}", exit_code=DO_NOT_REQUEUE)
-    used = len(counted(ledger, policy, charge.at, charge.cause)) + 1
+    used = sum(1 for other in counted(ledger, policy, charge.at, charge.cause) if other.incident != charge.incident) + 1
     most = budget(spec, policy, charge.cause)
     if used > most:
         return Verdict(allowed=False, reason=f"restart {used} of {most} by cause {charge.cause} in {policy.budget_window_seconds:.0f} s")
@@ -84,9 +86,14 @@ def _without_progress(ledger: LedgerRecord, charge: Charge) -> list[Charge]:
 
 
 def add(ledger: LedgerRecord, charge: Charge) -> LedgerRecord:
-    """The ledger with one more charge. An incident that is in it already is not charged again."""
-    if any(other.incident == charge.incident for other in ledger.charges):
-        return ledger
+    """The ledger with one more charge. An incident that is in it already is not charged again: when the machine turns out to
+    be at fault, its charge moves to that cause."""
+    known = next((other for other in ledger.charges if other.incident == charge.incident), None)
+    if known is not None:
+        if charge.cause not in MACHINE or known.cause in MACHINE:
+            return ledger
+        moved = msgspec.structs.replace(known, cause=charge.cause, fingerprint="", early=False, text=charge.text)
+        return msgspec.structs.replace(ledger, charges=tuple(moved if other is known else other for other in ledger.charges))
     return msgspec.structs.replace(ledger, charges=(*ledger.charges, charge), frontier=max(ledger.frontier, charge.step))
 
 

@@ -77,6 +77,8 @@ def _recording(view: View, generation: GenerationView, policy: Policy, now: floa
 
 def _start(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> None:
     """Send the start to members that do not have it. The TCPStore is the first member's that has an unused one."""
+    if plan_form.overtaken(view, job, generation, policy, now, _taken(view, job, draft), draft):
+        return
     unsent = [member for member in generation.members.values() if member.sent_at is None]
     master = generation.master_address
     if not master:

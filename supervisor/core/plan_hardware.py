@@ -13,12 +13,19 @@ from regrow.supervisor.core.records import QuarantineRecord
 from regrow.supervisor.core.view import NodeView, View
 
 _bad: Memo[tuple[NodeView, ...]] = Memo()
+_cleared: Memo[tuple[NodeView, ...]] = Memo()
+_CLEAR_SECONDS = 10.0
+"""Time for an agent to look at its node anew after an operator cleared it; what it says then counts."""
 
 
 def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
     """Put out what its own verdict condemns, and move every record on when it is due."""
     for record in view.quarantine.values():
         _move_on(view, record, policy, now, draft)
+    for node in _cleared.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if node.clear_asked)):
+        if node.reachable:
+            action = a.ClearHealth(node=node.name)
+            draft.act(action, because=f"{node.name} is repaired, says an operator: its agent ends what it holds ({node.health.reason})")
     for node in _bad.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if quarantine.is_bad(node))):
         if node.connected:
             _condemn(view, node, policy, now, draft)
@@ -43,6 +50,9 @@ def _condemn(view: View, node: NodeView, policy: Policy, now: float, draft: Draf
     named = node.health.device_uuids or (quarantine.chassis(view, node),)
     fresh = [key for key in named if key not in view.quarantine or view.quarantine[key].state not in quarantine.OUT]
     if not fresh or node.name in view.clears:
+        return
+    if node.clear_asked or (node.clear_sent_at is not None and now < node.clear_sent_at + _CLEAR_SECONDS):
+        draft.look(node.clear_sent_at + _CLEAR_SECONDS if node.clear_sent_at is not None else None)
         return
     broken = quarantine.breaker_open(view, policy, now)
     if broken or not view.automation or "quarantine" in policy.observe_only:

@@ -7,6 +7,7 @@ import msgspec
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import ledger, plan_form, quarantine, symptoms
 from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import Charge, IncidentSeed
 from regrow.supervisor.core.symptoms import Findings, Symptom
@@ -121,8 +122,9 @@ def _place(main: Symptom) -> str:
 
 
 def _seed(job: JobView, generation: GenerationView, main: Symptom, found: tuple[Symptom, ...], now: float) -> IncidentSeed:
+    earlier = same_incident(job, (main.node,)) if main.kind in ("node_lost", "returned_empty") and main.cause else None
     return IncidentSeed(
-        id=f"{job.spec.job}-g{generation.number}",
+        id=earlier.id if earlier is not None else f"{job.spec.job}-g{generation.number}",
         kind=main.kind,
         cause=main.cause,
         symptom_at=min(now, *(symptom.at for symptom in found)),

@@ -8,6 +8,7 @@ from regrow.errors import ConfigurationError
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import ledger, membership, meshes, plan_form, rates, symptoms
 from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import Charge, IncidentSeed
 from regrow.supervisor.core.view import Boundary, GenerationView, JobView, View
@@ -118,8 +119,9 @@ def _form_without(
     kind, reason = ("leaving", "preemption") if node.leaving else ("drain", "") if asked else ("unhealthy", "infrastructure")
     boundary = job.boundary
     since = boundary.asked_at if boundary is not None else now
+    earlier = same_incident(job, names) if kind == "unhealthy" else None
     seed = IncidentSeed(
-        id=f"{job.spec.job}-g{generation.number}",
+        id=earlier.id if earlier is not None else f"{job.spec.job}-g{generation.number}",
         kind=kind,
         cause=reason or "planned",
         symptom_at=since,
@@ -192,7 +194,7 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
         draft.say(f"growth from {world} to {choice.workers_used} workers waits {due - now:.1f} s (cool-down)")
         return
     calm_at = job.ledger.charges[-1].at + policy.budget_window_seconds if job.ledger.charges else now
-    bursty = rates.over_dispersed(job) if now < calm_at else None
+    bursty = rates.in_batches(job, now, policy.budget_window_seconds)
     if bursty is not None:
         draft.look(calm_at)
         draft.say(f"no growth: failures come in batches ({bursty:.1f} times the variance of chance): fix machines first")

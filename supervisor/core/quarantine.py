@@ -6,8 +6,11 @@ by evidence of a repair (another boot) or by an operator.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import QuarantineRecord
 from regrow.supervisor.core.view import NodeView, View
@@ -32,9 +35,12 @@ def keys(view: View, node: NodeView) -> tuple[str, ...]:
 
 def chassis(view: View, node: NodeView) -> str:
     """The node's own key: its chassis serial when no other connected node has the same, else its name."""
-    if node.hardware_id and sum(1 for other in view.nodes.values() if other.hardware_id == node.hardware_id) == 1:
-        return node.hardware_id
-    return f"node:{node.name}"
+    counts = _hardware.get((view.nodes,), None, lambda: Counter(other.hardware_id for other in view.nodes.values()))
+    return node.hardware_id if node.hardware_id and counts[node.hardware_id] == 1 else f"node:{node.name}"
+
+
+_hardware: Memo[Counter[str]] = Memo()
+"""How many nodes say that they are a chassis: counted once per change of the nodes, asked for each of them."""
 
 
 def key_of(view: View, node: NodeView, device_uuid: str = "") -> str:

@@ -38,6 +38,12 @@ def over_dispersed(job: JobView) -> float | None:
     return ratio if ratio > _BURSTY else None
 
 
+def in_batches(job: JobView, now: float, window_seconds: float) -> float | None:
+    """`over_dispersed`, as long as the last failure is no older than the window: old batches are no advice for today."""
+    charges = job.ledger.charges
+    return over_dispersed(job) if charges and now < charges[-1].at + window_seconds else None
+
+
 def median_step(job: JobView) -> float | None:
     """Median of the last step durations in seconds; None before the first."""
     return statistics.median(job.step_seconds) if job.step_seconds else None

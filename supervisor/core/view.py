@@ -43,6 +43,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str = ""
     stop_sent: tuple[int, float] | None = None
     """(generation, when) of the last order to stop."""
+    clear_asked: bool = False
+    """An operator says that it is repaired, and its agent has not been told."""
+    clear_sent_at: float | None = None
+    """When the agent was told; None again with its next verdict."""
 
     @property
     def reachable(self) -> bool:
