@@ -25,7 +25,8 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int = 0
     leads: bool = False
-    store_up: bool = False
+    store_up: bool | None = None
+    """None: not known before the first term."""
     stopping: bool = False
 
 
@@ -34,7 +35,7 @@ def put_role(page: Page, role: Role) -> None:
     page.put("regrow_build_info", 1.0, version("regrow"))
     page.put("regrow_is_leader", float(role.leads))
     page.put("regrow_epoch", role.epoch)
-    page.put("regrow_store_up", float(role.store_up))
+    page.put("regrow_store_up", float(role.store_up) if role.store_up is not None else None)
     page.put("regrow_stopping", float(role.stopping))
 
 
@@ -145,6 +146,10 @@ def _put_pace(page: Page, name: str, job: JobView, generation: GenerationView | 
     for stat, value in zip(("min", "median", "max"), spread or (), strict=False):
         page.put("regrow_rank_compute_seconds", value, name, stat)
     page.put("regrow_rank_slowest", pace.slowest(), name)
+    slow = pace.straggler()
+    page.put("regrow_straggler_excess_ratio", slow[1] if slow is not None else 0.0, name)
+    if slow is not None:
+        page.put("regrow_straggler_rank", slow[0], name)
     page.put("regrow_step_exposed_ratio", pace.exposed(), name)
     page.put("regrow_memory_used_ratio", pace.memory_ratio(), name)
     wall = pace.wall()

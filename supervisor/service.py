@@ -15,11 +15,11 @@ import msgspec
 
 from regrow import security, wire
 from regrow.clock import SystemClock
-from regrow.errors import ConfigurationError
+from regrow.errors import ConfigurationError, OperationalError
 from regrow.store.base import Store, StoreError
 from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
-from regrow.supervisor import loading
+from regrow.supervisor import adoption, loading
 from regrow.supervisor.api import Routes
 from regrow.supervisor.auth import Guard, Identity, Tokens
 from regrow.supervisor.beat_server import BeatServer, Connection
@@ -90,6 +90,7 @@ class Supervisor:
             self._announce()
             await self._lead_again_and_again()
         finally:
+            self._retract()
             self.journal.close()
             await self.beats.stop()
             await self.api.stop()
@@ -140,6 +141,13 @@ class Supervisor:
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
         log.info("beat=%s http=%s state=%s", self.beat_address, self.http_address, self.config.state)
+
+    def _retract(self) -> None:
+        """An orderly end leaves no address behind; after a crash the file stays and its pid is dead."""
+        path = Path(self.config.state) / "supervisor.json"
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text(encoding="utf-8")).get("pid") == os.getpid():
+                path.unlink()
 
     # --- leading
 
@@ -205,17 +213,35 @@ class Supervisor:
         term.effects.generation_revisions = dict(loaded.generation_revisions)
         self.term = term
         watcher = asyncio.create_task(self._until_deposed(leadership, term))
-        running = asyncio.create_task(term.run(loaded.events))
+        jobs = tuple(event for event in loaded.events if isinstance(event, e.JobLoaded))
+        begin = tuple(event for event in loaded.events if not isinstance(event, e.JobLoaded)) if self.config.adopt else loaded.events
+        running = asyncio.create_task(term.run(begin))
+        rebuilding = asyncio.create_task(self._rebuild(term, jobs))
         try:
             await leadership.publish(self._record(epoch))
-            log.info("leading epoch=%d jobs=%d", epoch, len(term.view.jobs))
+            log.info("leading epoch=%d jobs=%d", epoch, len(jobs))
             await running
         finally:
             term.end("over")
             watcher.cancel()
-            await asyncio.gather(watcher, running, return_exceptions=True)
+            rebuilding.cancel()
+            await asyncio.gather(watcher, running, rebuilding, return_exceptions=True)
             await term.effects.stop(drain_seconds=2.0 if self._stop.is_set() and leadership.holds else 0.0)
             log.info("the term of epoch %d is over: %s", epoch, term.reason)
+
+    async def _rebuild(self, term: Term, jobs: tuple[e.JobLoaded, ...]) -> None:
+        """Bring the store up to what agents run (only with --adopt) and to what is durable. A failure ends the term: the next
+        one tries again."""
+        assert self.store is not None
+        try:
+            if self.config.adopt:
+                await adoption.adopt(term, self.store, self.keys, jobs, limit_seconds=self.policy.takeover_seconds)
+            for job in jobs:
+                await adoption.record_pending(term, self.store, self.keys, job)
+        except (OperationalError, OSError) as error:
+            log.warning("not rebuilt: %s", error)
+            if self.config.adopt:
+                term.end("the store was not rebuilt")
 
     async def _until_deposed(self, leadership: Leadership, term: Term) -> None:
         await leadership.ended.wait()

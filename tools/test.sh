@@ -11,12 +11,12 @@ run() {
     [ "$result" = passed ] || exit 1
 }
 run lint sh -c "$bin/ruff check . && $bin/ruff format --check . && $bin/lint-imports"
-for suite in kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web e2e; do
+for suite in kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web observe e2e; do
     [ -n "$(find "tests/$suite" -name 'test_*.py' 2>/dev/null | head -n 1)" ] || continue
     run "$suite" $bin/pytest -q -m "not soak and not gpu" "tests/$suite"
 done
 for suite in tests/*/; do
-    case " kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web e2e gpu data __pycache__ " in
+    case " kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web observe e2e gpu data __pycache__ " in
         *" $(basename "$suite") "*) ;;
         *) echo "tests/$(basename "$suite") is not in tools/test.sh" >&2; exit 1 ;;
     esac

@@ -8,6 +8,7 @@ import msgspec
 
 from regrow.observe.stack import Stack
 
+_FIRING = 'ALERTS{alertstate="firing",severity=~"page|ticket"}'
 _MOST_POINTS = 10_000
 
 
@@ -28,7 +29,8 @@ _OWN = ("__name__", "alertname", "alertstate", "severity", "scope")
 async def fired(stack: Stack, begin: float, end: float, step_seconds: float) -> list[Fired]:
     """All alerts (facts that only silence are left out) between two instants, seconds since 1970, oldest first."""
     step = max(step_seconds, (end - begin) / _MOST_POINTS)
-    found = await stack.query('ALERTS{alertstate="firing",severity=~"page|ticket"}', start=begin, end=end, step=step)
+    found = await stack.query(_FIRING, start=begin, end=end, step=step)
+    still = [series["metric"] for series in await stack.query(_FIRING, time=end)]
     result: list[Fired] = []
     for series in found:
         labels: dict[str, Any] = series["metric"]
@@ -40,7 +42,7 @@ async def fired(stack: Stack, begin: float, end: float, step_seconds: float) -> 
                 labels={name: text for name, text in labels.items() if name not in _OWN},
                 from_seconds=first - begin,
                 to_seconds=last - begin,
-                cleared=last < end - 2 * step,
+                cleared=labels not in still,
             )
         )
     return sorted(result, key=lambda one: (one.from_seconds, one.alert))
