@@ -176,7 +176,15 @@ def read_record(directory: Path) -> Record:
         DamagedCheckpointError: the record is not intact, or of a newer format.
     """
     path = directory / RECORD_NAME
-    data = path.read_bytes()
+    return parse_record(path.read_bytes(), path)
+
+
+def parse_record(data: bytes, path: Path) -> Record:
+    """Check the bytes of a `record.json`; `path` is for messages.
+
+    Raises:
+        DamagedCheckpointError: the record is not intact, or of a newer format.
+    """
     record = _decode(data, Record, path)
     sealed = _SEAL.search(data)
     if sealed is None or digest(data[: sealed.start(1)] + data[sealed.end(1) :]) != record.digest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from ckpt_synthetic import spec_of
 
 from regrow.ckpt import catalog
 from regrow.ckpt.manifest import DamagedCheckpointError
+from regrow.ckpt.remote import Tier, fetch, mirror
+from regrow.ckpt.verify import verify
+from regrow.errors import ConfigurationError, OperationalError
 
 
 def point(folder: Path):
@@ -92,3 +96,122 @@ async def test_a_stopped_writer_does_not_hold_a_restore_up(saved, tmp_path, monk
         assert again.state.loaded.bytes_from_memory == 0
     finally:
         writer.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """moto's server (an emulator of S3), and the environment that points clients at it."""
+    moto_server = importlib.import_module("moto.server")
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    yield names
+    server.stop()
+
+
+@pytest.fixture(params=["file", "s3"])
+def tier_url(request, tmp_path, monkeypatch):
+    """A fresh folder or bucket."""
+    if request.param == "file":
+        return f"file://{tmp_path}/second tier"
+    for name, value in request.getfixturevalue("s3").items():
+        monkeypatch.setenv(name, value)
+    import fsspec
+
+    fsspec.filesystem("s3").clear_instance_cache()
+    bucket = f"bucket-{abs(hash(str(tmp_path))) % 10**9}"
+    fsspec.filesystem("s3").mkdir(bucket)
+    return f"s3://{bucket}/jobs/small"
+
+
+def test_a_second_tier(tier_url, tmp_path):
+    """Mirror with retention, then a folder that was lost as a whole comes back and restores."""
+    folder = tmp_path / "job"
+    small = Small(folder)
+    for step in (1, 2, 3):
+        small.train(1)
+        small.save(step)
+    tier = Tier(tier_url)
+    assert tier.scan() == []
+    first = mirror(folder, tier, keep=2)
+    assert [remote.record.step for remote in tier.scan()] == [3, 2]
+    assert len(first.uploaded) == 2
+    assert mirror(folder, tier, keep=2).uploaded == ()
+    small.train(1)
+    small.save(4)
+    second = mirror(folder, tier, keep=2)
+    assert [remote.record.step for remote in tier.scan()] == [4, 3]
+    assert [name.split("-")[1] for name in second.removed] == ["000000000002"]
+    made = fetch(tier, tmp_path / "back")
+    assert verify(made).valid
+    again = Small(tmp_path / "back", 2, point(tmp_path / "back"), seed=9)
+    assert again.state.restore() == 4
+    for name, value in small.tensors().items():
+        assert torch.equal(value, again.tensors()[name]), name
+    assert fetch(tier, tmp_path / "back") == made
+    with pytest.raises(ConfigurationError, match="a checkpoint of step 9"):
+        fetch(tier, tmp_path / "back", step=9)
+
+
+def test_what_is_damaged_or_unfinished_in_the_second_tier(tier_url, tmp_path):
+    import fsspec
+
+    folder = tmp_path / "job"
+    small = Small(folder)
+    for step in (1, 2, 3):
+        small.train(1)
+        small.save(step)
+    tier = Tier(tier_url)
+    mirror(folder, tier, keep=3)
+    files, root = fsspec.core.url_to_fs(tier_url)
+    three, two, _ = tier.scan()
+    files.rm_file(f"{root}/{three.directory}/record.json")  # an upload that was cut off
+    damaged = bytearray(files.cat_file(f"{root}/{two.directory}/rank-00000.safetensors"))
+    damaged[9000] ^= 1
+    files.pipe_file(f"{root}/{two.directory}/rank-00000.safetensors", bytes(damaged))
+    with pytest.raises(OperationalError, match=r"no checkpoint there is intact.*rank-00000\.safetensors"):
+        fetch(tier, tmp_path / "back", step=2)
+    assert list((tmp_path / "back").iterdir()) == []
+    assert fetch(tier, tmp_path / "back").name.startswith("step-000000000001")
+    assert list(mirror(folder, tier, keep=3).uploaded) == [three.directory]
+
+
+def test_two_that_mirror_cannot_tear_each_others_record(tier_url, tmp_path):
+    """The record is created, never replaced."""
+    import fsspec
+
+    folder = tmp_path / "job"
+    small = Small(folder)
+    small.save(1)
+    name = Path(point(folder).directory).name
+    files, root = fsspec.core.url_to_fs(tier_url)
+    files.makedirs(f"{root}/{name}", exist_ok=True)
+    files.pipe_file(f"{root}/{name}/record.json", b"of another writer")
+    with pytest.raises(FileExistsError):
+        files.pipe_file(f"{root}/{name}/record.json", b"mine", mode="create")
+    assert Tier(tier_url).upload(Path(point(folder).directory)) == 0
+    assert files.cat_file(f"{root}/{name}/record.json") == b"of another writer"
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(tmp_path, monkeypatch, s3):
+    import fsspec
+
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(OperationalError, match="cannot be written"):
+        Tier("s3://a-bucket-that-is-not-there/x").upload(Path(point_of_new(tmp_path)))
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        Tier("nonsense://x")
+
+
+def point_of_new(folder: Path) -> str:
+    small = Small(folder)
+    small.save(1)
+    return point(folder).directory

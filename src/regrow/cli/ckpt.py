@@ -25,7 +25,7 @@ Step = Annotated[int | None, typer.Option("--step", help="Take the checkpoint of
 
 def register(app: typer.Typer) -> None:
     """Add `ckpt` and its commands."""
-    from regrow.cli import ckpt_operate
+    from regrow.cli import ckpt_operate, ckpt_tiers
 
     group = typer.Typer(help="Checkpoints: list, show, verify, compare, export, prune; fork, roll back, skip.", no_args_is_help=True)
     group.command("ls")(_ls)
@@ -35,6 +35,7 @@ def register(app: typer.Typer) -> None:
     group.command("export")(_export)
     group.command("prune")(_prune)
     ckpt_operate.register(group)
+    ckpt_tiers.register(group)
     app.add_typer(group, name="ckpt")
 
 
@@ -57,7 +58,7 @@ def _ls(path: Folder, json: Json = False) -> None:
             text = entry.name + (f"  ({entry.problem})" if entry.problem else "")
             step = entry.step if entry.step >= 0 else "?"
             origin = entry.parent.step if entry.parent else "-"
-            print(line.format(step, max(entry.generation, 0), mesh, origin, _size(entry.num_bytes), entry.state, text))
+            print(line.format(step, max(entry.generation, 0), mesh, origin, size_text(entry.num_bytes), entry.state, text))
 
     emit({"path": str(path), "checkpoints": [_brief(entry) for entry in entries]}, as_json=json, human=human)
 
@@ -92,7 +93,7 @@ def _show(path: Where, step: Step = None, json: Json = False) -> None:
         print(f"{directory}")
         print(f"  job {record.job}  step {record.step}  samples {record.samples}  generation {record.generation}  mesh {record.mesh}")
         print(f"  parent {parent}")
-        print(f"  {len(record.files)} files, {_size(record.num_bytes)}, {len(tensors)} tensors")
+        print(f"  {len(record.files)} files, {size_text(record.num_bytes)}, {len(tensors)} tensors")
         for box in boxes:
             print(f"    {box.name}  {box.dtype}{list(box.shape)}")
 
@@ -111,7 +112,7 @@ def _verify(path: Where, step: Step = None, json: Json = False) -> None:
         for problem in result.problems:
             print(f"{problem.kind:<10} {problem.file}: {problem.detail}")
         state = "intact" if result.valid else "DAMAGED"
-        print(f"{directory}: {state}, {_size(result.bytes_checked)} read")
+        print(f"{directory}: {state}, {size_text(result.bytes_checked)} read")
 
     emit(result, as_json=json, human=human)
     if not result.valid:
@@ -165,7 +166,7 @@ def _export(
             raise ConfigurationError("the file exists", where=str(target), hint="remove it, or give another name") from error
         num_step = checkpoint.record.step
     document = {"path": str(directory), "step": num_step, "target": str(target), "bytes": size}
-    emit(document, as_json=json, human=lambda: print(f"{target}: step {num_step}, {_size(size)}"))
+    emit(document, as_json=json, human=lambda: print(f"{target}: step {num_step}, {size_text(size)}"))
 
 
 def _prune(
@@ -244,7 +245,8 @@ def progress_bar(what: str, *, quiet: bool) -> Generator[Callable[[int, int], No
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Bytes for people."""
     size = float(num_bytes)
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":
