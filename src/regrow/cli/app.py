@@ -26,6 +26,7 @@ MODULES = (
     "ckpt",
     "report",
     "simulate",
+    "backtest",
     "chaos",
     "observe",
     "health",
