@@ -81,7 +81,7 @@ class Bench:
         self.supervisor: asyncio.subprocess.Process | None = None
         self.judge = Judge(folder / "supervisor" / "journal.sqlite")
         self.step = 0
-        self._lost: set[str] = set()
+        self._halted = asyncio.Event()
         self._stepper: asyncio.Task[None] | None = None
 
     # --- life
@@ -205,8 +205,12 @@ class Bench:
 
     async def _train(self) -> None:
         """A step every two seconds; a committed checkpoint every fifth."""
+        self._halted.clear()
         while True:
-            await asyncio.sleep(_STEP_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._halted.wait(), _STEP_SECONDS)
+            if self._halted.is_set():
+                return
             self.step += 1
             await self.all("step", step=self.step)
             if self.step % 5 == 0:
@@ -272,7 +276,8 @@ class Bench:
     async def lose(self, number: int, *, silent: bool, rng: random.Random) -> dict[str, Any]:
         """Hosts are lost, their peers' workers fail; until the next generation runs. Then the hosts come back."""
         assert self._stepper is not None
-        self._stepper.cancel()
+        self._halted.set()
+        await self._stepper
         before = (await self.until(lambda: self.running(0), "a generation runs"))["generation"]
         names = [f"node{index:05d}" for index in range(self.options.nodes)]
         chosen = rng.sample(names, number)
