@@ -122,6 +122,8 @@ _OF_A_JOB = (
     _histogram("regrow_step_seconds", "Duration of completed steps", *_JOB),
     _gauge("regrow_rank_compute_seconds", "Own compute time of a step over the ranks: min, median, max", "job_name", "stat"),
     _gauge("regrow_rank_slowest", "Rank with the longest own compute time", *_JOB),
+    _gauge("regrow_straggler_rank", "Rank that became slower than it was; -1: all did; absent: nobody", *_JOB),
+    _gauge("regrow_straggler_excess_ratio", "By how much it became slower, as a share of the compute time; 0: nobody", *_JOB),
 )
 
 _OF_EFFICIENCY = (
