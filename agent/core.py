@@ -153,7 +153,13 @@ def _keep(local: m.Local, following: m.Local, kept: dict[int, int], deadline: fl
     stopped = wire.GenerationPhase(job=following.job, generation=following.generation, phase="stopped", detail={"kept": len(kept)})
     pids = {rank: local.pids[old] for rank, old in kept.items()}
     following = _change(
-        following, stage="starting", kept=kept, regroup_deadline=deadline, pids=pids, told=following.told | {"stopped": stopped}
+        following,
+        stage="starting",
+        kept=kept,
+        before=local.generation,
+        regroup_deadline=deadline,
+        pids=pids,
+        told=following.told | {"stopped": stopped},
     )
     return following, m.Launch(following.order, before=local.generation, kept=kept, pids=pids)
 
@@ -317,7 +323,7 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
             state = _change(state, current=_change(local, regroup_deadline=at + state.regroup_seconds))
         else:
             state = _change(state, current=_change(local, regroup_deadline=None))
-            effects += (m.Replace(local.order, late),) if late and local.stage == "running" else ()
+            effects += (m.Replace(local.order, late, local.before, local.kept, local.pids),) if late and local.stage == "running" else ()
     local = state.current
     if local is not None and local.term_deadline is not None and at >= local.term_deadline:
         state, more = _kill_current(state, at)

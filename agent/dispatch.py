@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from regrow.agent.driver import Agent
 
 _log = logging.getLogger("regrow.agent")
+
+_EVIDENCE_SECONDS = 2.0
+"""A recovery waits no longer than this for the stacks of a rank that is about to be killed."""
 
 _ShimOrder = m.Kill | m.Launch | m.Replace | m.Forget
 
@@ -152,6 +156,7 @@ class Dispatcher:
         spec = order.spec
         starts = layout.worker_starts(agent.paths, order, agent.settings.node, self._environ)
         late = tuple(start for start in starts if start.rank in replace.ranks)
+        await asyncio.gather(*(self._explain(replace, rank) for rank in sorted(replace.ranks)))
         _log.warning("in place: ranks %s of generation %d did not change over in time: forked anew", sorted(replace.ranks), spec.generation)
         try:
             state = await agent.launcher.replace(ReplaceWorkers(id=0, job=spec.job, generation=spec.generation, workers=late))
@@ -160,6 +165,19 @@ class Dispatcher:
             return
         pids = {worker.rank: worker.pid for worker in state.workers}
         agent.feed(m.Started(job=spec.job, generation=spec.generation, pids=pids, detail={"method": "in_place", "replaced": len(late)}))
+
+    async def _explain(self, replace: m.Replace, rank: int) -> None:
+        """Keep the stacks of a rank that is about to be killed, and say where it is."""
+        spec, old = replace.order.spec, replace.kept[rank]
+        text = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EVIDENCE_SECONDS):
+                text = await stacks.collect(replace.pids[rank], self._agent.paths.stacks(spec.job, replace.before, old))
+        place = next(
+            (line.strip() for line in text.splitlines() if line.lstrip().startswith("File ")), "no stack was written: stopped, or gone"
+        )
+        _log.warning("in place: rank %d (pid %d) is stuck at %s", rank, replace.pids[rank], place)
+        self._agent.beat.send(wire.Output(job=spec.job, generation=spec.generation, rank=rank, kind="stacks", text=text))
 
     def _start_background(self, effect: m.DumpStacks) -> None:
         for rank, pid in effect.pids.items():

@@ -48,6 +48,8 @@ class Local(msgspec.Struct, frozen=True, kw_only=True):
     exits: dict[int, wire.WorkerExit] = {}
     kept: dict[int, int] = {}
     """{rank: rank in the generation before} of workers that are to go on in this one, in their processes."""
+    before: int = 0
+    """The generation that they were kept of."""
     regroup_deadline: float | None = None
     """When those of them that did not say hello are replaced."""
     watched: frozenset[int] = frozenset()
@@ -118,7 +120,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0
     """Workers that may run here; 0: any number."""
     kill_limit_seconds: float = 10.0
-    regroup_seconds: float = 3.0
+    regroup_seconds: float = 2.0
     """A worker that is to go on in place and does not say hello in its new generation within this time is replaced by a fork."""
     static_seconds: float = 7200.0
     """Workers go on for so long without a leader."""
@@ -231,6 +233,12 @@ class Replace(msgspec.Struct, frozen=True):
 
     order: wire.StartGeneration
     ranks: frozenset[int]
+    before: int = 0
+    """The generation that they hang in; evidence is where its stacks are kept."""
+    kept: dict[int, int] = {}
+    """{rank: rank in the generation before}."""
+    pids: dict[int, int] = {}
+    """{rank: pid}."""
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True):

@@ -250,10 +250,21 @@ def _order_after(error: BaseException) -> wire.Regroup | None:
     """The order that explains this error; one that says that a peer is gone is given time to be explained."""
     if _watcher is None:
         return None
-    suspicious = isinstance(error, GenerationChanged | RuntimeError | OSError) and bool(
-        isinstance(error, GenerationChanged) or _LOST_PEER.search(str(error))
+    suspicious = any(
+        isinstance(cause, GenerationChanged) or (isinstance(cause, RuntimeError | OSError) and _LOST_PEER.search(str(cause)))
+        for cause in _chain(error)
     )
     return _watcher.take(ORDER_SECONDS if suspicious else 0.0)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from: a pipeline wraps what its stage died of."""
+    found: list[BaseException] = []
+    seen: BaseException | None = error
+    while seen is not None and seen not in found:
+        found.append(seen)
+        seen = seen.__cause__ or seen.__context__
+    return found
 
 
 def _keep_state() -> None:
@@ -264,11 +275,9 @@ def _keep_state() -> None:
 
 def _drop_frames(error: BaseException) -> None:
     """Let go of the model, the groups and whatever else the script's frames hold."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
+    for cause in _chain(error):
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
 
 
 def _change_over(order: wire.Regroup) -> None:

@@ -1,0 +1,143 @@
+"""Workers that go on in another generation: the node machine as tables, the shim with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tests.agent.harness import Harness, until
+from tests.agent.test_core import Node, ended, order, sent
+
+from regrow import wire
+from regrow.agent import machine as m
+from regrow.agent import protocol
+from regrow.agent.roster import start_time
+
+
+def in_place(generation: int, **changes: Any) -> wire.StartGeneration:
+    """An order that keeps processes."""
+    made = order(generation, **changes)
+    return msgspec.structs.replace(made, spec=msgspec.structs.replace(made.spec, in_place=True))
+
+
+def watch(generation: int, rank: int) -> m.Said:
+    """A worker says that it can change over."""
+    return m.Said(wire.WorkerWatch(job="toy", generation=generation, rank=rank, pid=100 + rank))
+
+
+def hello(generation: int, rank: int) -> m.Said:
+    """A worker is there."""
+    return m.Said(wire.WorkerHello(job="toy", generation=generation, rank=rank, pid=100 + rank))
+
+
+def launches(effects: list[m.Effect]) -> list[m.Launch]:
+    """Starts among effects."""
+    return [effect for effect in effects if isinstance(effect, m.Launch)]
+
+
+def test_survivors_are_kept_and_nothing_is_killed() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1), m.Exited(job="toy", generation=1, exits=(ended(0, number=9),)))
+    effects = node.order(in_place(2))
+    assert not [effect for effect in effects if isinstance(effect, m.Kill)]
+    (launch,) = launches(effects)
+    assert (launch.before, launch.kept, launch.pids) == (1, {1: 1}, {1: 101})
+    assert [phase.phase for phase in sent(effects, wire.GenerationPhase)] == ["fenced", "stopped"]
+    assert isinstance(effects[0], m.Persist), "the fence is on disk before anybody is told"
+    assert node.state.current is not None
+    assert node.state.current.generation == 2
+
+
+def test_ranks_may_move_workers_are_known_by_their_slot() -> None:
+    node = Node().running(1, ranks=(2, 3))
+    node.feed(watch(1, 2), watch(1, 3))
+    (launch,) = launches(node.order(in_place(2, ranks=(0, 1))))
+    assert launch.kept == {0: 2, 1: 3}
+    assert launch.pids == {0: 102, 1: 103}
+
+
+def test_workers_that_cannot_change_over_are_killed_as_ever() -> None:
+    node = Node().running(1)
+    effects = node.order(in_place(2))
+    assert [effect.signal for effect in effects if isinstance(effect, m.Kill)] == [signal.SIGKILL]
+    assert not launches(effects)
+
+
+def test_an_order_that_does_not_keep_kills() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    assert [effect for effect in node.order(order(2)) if isinstance(effect, m.Kill)]
+
+
+def test_a_refused_fence_keeps_nobody() -> None:
+    node = Node().running(3)
+    node.feed(watch(3, 0), watch(3, 1))
+    effects = node.order(in_place(2))
+    assert not launches(effects)
+    assert sent(effects, wire.StartRefused)[0].fenced
+
+
+def test_who_does_not_say_hello_in_time_is_replaced_and_only_he() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    node.order(in_place(2))
+    node.feed(m.Started(job="toy", generation=2, pids={0: 100, 1: 101}))
+    node.feed(hello(2, 0))
+    node.at += node.state.regroup_seconds - 0.01
+    assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    node.at += 0.02
+    (replace,) = [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    assert replace.ranks == {1}
+    assert (replace.before, replace.pids[1]) == (1, 101)
+    node.at += 100
+    assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)], "once"
+
+
+def test_all_there_in_time_nobody_is_replaced() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    node.order(in_place(2))
+    node.feed(m.Started(job="toy", generation=2, pids={0: 100, 1: 101}), hello(2, 0), hello(2, 1))
+    node.at += 100
+    assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+
+
+SLEEPS = "import time\nprint('up', flush=True)\ntime.sleep(1000)\n"
+
+
+async def test_the_shim_keeps_replaces_and_ends_them(tmp_path: Path) -> None:
+    shim = Harness(tmp_path)
+    try:
+        await shim.up()
+        script = shim.script(SLEEPS)
+        workers = [shim.worker([script], rank) for rank in range(3)]
+        first = await shim.start(workers)
+        before = {worker.rank: worker.pid for worker in first.workers}
+        await until(lambda: all(shim.output(rank) for rank in range(3)))
+        os.kill(before[0], signal.SIGKILL)
+        await shim.next(protocol.WorkerEnded)
+
+        second = await shim.start(workers, generation=2, keep={1: before[1], 0: before[0]})
+        pids = {worker.rank: worker.pid for worker in second.workers}
+        assert pids[1] == before[1]
+        assert [worker.method for worker in second.workers] == ["warm", "in_place", "warm"]
+        assert pids[0] != before[0], "a process that died before the change is forked anew"
+        assert pids[2] != before[2], "a worker that was not to be kept is not left running"
+        await until(lambda: not start_time(before[2]))
+        assert len(await shim.next(protocol.WorkerEnded)) == 1, "nobody hears of the end of what was not kept"
+
+        third = await shim.launcher.replace(protocol.ReplaceWorkers(id=0, job="toy", generation=2, workers=(workers[1],)))
+        replaced = {worker.rank: worker.pid for worker in third.workers}
+        assert replaced[1] != pids[1]
+        assert {rank: replaced[rank] for rank in (0, 2)} == {rank: pids[rank] for rank in (0, 2)}
+        await until(lambda: not start_time(pids[1]))
+
+        assert set(await shim.launcher.stop("toy", 2)) == set(replaced.values()), "whatever group they were started in"
+        found = await shim.next(protocol.WorkerEnded, 4)
+        assert {item.worker.pid for item in found[1:]} == set(replaced.values())
+        assert all(item.worker.torn_down and item.generation == 2 for item in found[1:])
+    finally:
+        await shim.leave()

@@ -1,0 +1,72 @@
+"""The in-place rung: when it is taken, what is behind it, and that work which survivors held in memory is not lost."""
+
+from __future__ import annotations
+
+from tests.core.world import running
+
+
+def test_a_job_that_did_not_ask_for_it_restarts_warm() -> None:
+    world = running("a", "b")
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert not world.generation.spec.in_place
+    assert world.job.incidents[-1].rung == "warm_restart"
+
+
+def test_survivors_go_on_and_their_steps_are_not_lost() -> None:
+    world = running("a", "b", in_place=True)
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 6)
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert world.generation.spec.in_place
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step == start
+    incident = world.job.incidents[-1]
+    assert (incident.rung, incident.frontier) == ("in_place", start + 6)
+    lost = world.job.effort.lost_steps
+    world.step(start + 7)
+    incident = world.job.incidents[-1]
+    assert incident.closed
+    assert incident.restored_step == start + 6
+    assert world.job.effort.lost_steps == lost - 6
+    assert not world.job.outcome, "a first step beyond the checkpoint is no sign of a state that was not taken up"
+
+
+def test_what_the_disk_gave_back_is_still_lost_work() -> None:
+    world = running("a", "b", in_place=True)
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 6)
+    world.exit(0, signal=9)
+    world.wait(1)
+    lost = world.job.effort.lost_steps
+    world.step(start + 1)
+    assert world.job.effort.lost_steps == lost
+    assert world.job.incidents[-1].restored_step == start
+
+
+def test_behind_a_change_that_failed_is_the_fork() -> None:
+    world = running("a", "b", in_place=True)
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert world.generation.spec.in_place
+    world.exit(1, signal=9)
+    world.wait(30)
+    assert world.generation.number == 3
+    assert not world.generation.spec.in_place
+    assert world.job.incidents[-1].rung == "warm_restart"
+
+
+def test_a_first_step_before_the_checkpoint_is_fatal_in_place_too() -> None:
+    world = running("a", "b", in_place=True)
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 3)
+    world.exit(0, signal=9)
+    world.wait(1)
+    world.step(start)
+    world.wait(1)
+    assert world.job.outcome is not None
+    assert "was not taken up" in world.job.outcome.reason
