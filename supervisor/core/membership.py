@@ -137,7 +137,24 @@ def _find_eligible(view: View, job: JobView, taken: frozenset[str], without: fro
         if job.generation is not None and name not in known and not view.nodes[name].spare_store:
             continue  # its shim is not ready: a running job does not wait for it
         seats.append(Seat(node=name, slots=slots_for(view.nodes[name], job.spec)))
-    return tuple(seats)
+    return _in_places(job, previous, seats)
+
+
+def _in_places(job: JobView, previous: list[str], seats: list[Seat]) -> tuple[Seat, ...]:
+    """A spare takes the place of a member that is gone, with the same ranks; survivors keep their order."""
+    known = set(previous)
+    fresh = [seat for seat in seats if seat.node not in known]
+    if not fresh or job.generation is None:
+        return tuple(seats)
+    stay = {seat.node: seat for seat in seats if seat.node in known}
+    placed: list[Seat] = []
+    for name in previous:
+        slots = len(job.generation.members[name].workers)
+        seat = stay.get(name) or next((seat for seat in fresh if seat.slots == slots), None)
+        if seat is not None:
+            placed.append(seat)
+            fresh = [other for other in fresh if other is not seat]
+    return (*placed, *fresh)
 
 
 def may_form(previous: tuple[str, ...], seats: tuple[Seat, ...], min_nodes: int) -> str:

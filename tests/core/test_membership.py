@@ -41,7 +41,7 @@ def test_below_the_least_number_the_job_is_parked_and_goes_on_by_itself() -> Non
     world.wait(60)
     assert not world.take(a.RecordGeneration)
     world.join("d")
-    assert world.generation.spec.nodes == ("a", "c", "d")
+    assert world.generation.spec.nodes == ("a", "d", "c")
     assert world.generation.spec.restore is not None
     assert world.generation.spec.restore.step == 2
     assert not world.job.parked
@@ -70,8 +70,10 @@ def test_surplus_nodes_are_spares_and_take_over() -> None:
     assert world.generation.spec.nodes == ("a", "b")
     world.lose("a")
     world.exit(2, exit_code=1, error=LOST_PEER)
+    ranks = [worker.rank for worker in world.generation.members["a"].workers]
     world.wait(1)
-    assert world.generation.spec.nodes == ("b", "c")
+    assert world.generation.spec.nodes == ("c", "b"), "the spare has the place of the node that is gone"
+    assert [worker.rank for worker in world.generation.members["c"].workers] == ranks
     assert world.job.incidents[-1].rung == "spare"
 
 
