@@ -6,19 +6,25 @@ import math
 
 import msgspec
 
+from regrow.ckpt.envelope import tensor_bytes
 from regrow.ckpt.layout import MAX_CHUNK_BYTES, Box, split
+from regrow.ckpt.manifest import BLOCK_BYTES
 from regrow.errors import ConfigurationError
 
 _SPLIT_BYTES = 16 << 20
+STRIP_ROW_BYTES = 1024
+"""Shorter runs make the copy of a snapshot too slow."""
 
 
-def assign(held: list[list[Box]]) -> list[list[Box]]:
+def assign(held: list[list[Box]], column_strips: int = 1) -> list[list[Box]]:
     """Give each box to one of its holders.
 
     The same on every rank, so ranks that know all boxes need not talk again.
 
     Args:
         held: For each rank the boxes that it holds (empty ones may be listed).
+        column_strips: Into how many strips along the last axis a large matrix is cut, so that a later split of its columns
+            reads little more than it needs (`strips`).
 
     Returns:
         For each rank the boxes that it writes, none over MAX_CHUNK_BYTES.
@@ -39,7 +45,7 @@ def assign(held: list[list[Box]]) -> list[list[Box]]:
         if math.prod(box.sizes) == 0 and box.name not in empty_tensors:
             continue
         parts = split(box, limit if len(set(ranks)) > 1 else MAX_CHUNK_BYTES)
-        work += [(part, ranks) for part in parts]
+        work += [(strip, ranks) for part in parts for strip in strips(part, column_strips)]
     work.sort(key=lambda item: (-item[0].nbytes, item[0]))
     loads = [0] * len(held)
     written: list[list[Box]] = [[] for _ in held]
@@ -53,6 +59,24 @@ def assign(held: list[list[Box]]) -> list[list[Box]]:
         loads[rank] += box.nbytes + 512
         written[rank].append(box)
     return [sorted(boxes) for boxes in written]
+
+
+def strips(box: Box, count: int) -> list[Box]:
+    """Cut a matrix into strips along its last axis, each at least a digest block and rows of at least `STRIP_ROW_BYTES`; else fewer.
+
+    A row-major matrix keeps all columns in every block: whoever wants half of the columns would read and verify all of it.
+    """
+    while count > 1:
+        width, row_bytes = box.sizes[-1] // count if len(box.sizes) > 1 else 0, 0
+        if width * count == (box.sizes[-1] if box.sizes else 0):
+            row_bytes = tensor_bytes(box.dtype, (width,))
+        if row_bytes >= STRIP_ROW_BYTES and box.nbytes >= count * BLOCK_BYTES:
+            axis = len(box.sizes) - 1
+            sizes = (*box.sizes[:axis], width)
+            starts = [(*box.offsets[:axis], box.offsets[axis] + index * width) for index in range(count)]
+            return [Box(box.name, box.dtype, box.shape, start, sizes) for start in starts]
+        count //= 2
+    return [box]
 
 
 def check_tiles(boxes: list[Box]) -> None:

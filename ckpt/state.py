@@ -61,6 +61,7 @@ class TrainState:
         facts: Mapping[str, Any] | None = None,
         back_pressure: BackPressure = "skip",
         wait_seconds: float = 30.0,
+        column_strips: int = 1,
         accept: Collection[str] = (),
         check_first_step: bool = True,
     ) -> None:
@@ -80,6 +81,8 @@ class TrainState:
             facts: Plain facts that go into the record (batch recipe, fingerprint of the configuration …).
             back_pressure: What a save does while both arenas are in use: skip it, wait up to `wait_seconds`, or fail.
             wait_seconds: For "wait".
+            column_strips: Store large matrices as so many strips of columns: a restore that cuts columns anew then reads about
+                what it needs; the copy of a save takes longer (docs/checkpoint-format.md). The same on all ranks.
             accept: Differences between launch and checkpoint that are meant (`regrow.ckpt.differences`); REGROW_ACCEPT adds to it.
             check_first_step: Refuse the first update when what was restored has been changed before it.
         """
@@ -99,6 +102,7 @@ class TrainState:
         """Between this launch and the checkpoint that was restored."""
         self.loaded: Loaded | None = None
         """What the restore read."""
+        self._column_strips = column_strips
         self._accept = restoring.accepted(accept)
         self._check_first_step = check_first_step
         self._restored_step = -1
@@ -333,7 +337,7 @@ class TrainState:
         held = [decode_boxes(answer[8:]) for answer in answers]
         self._nonce = answers[0][:8].decode()
         self._names = sorted({box.name for boxes in held for box in boxes})
-        self._plan_boxes = assign(held)[self._place.rank]
+        self._plan_boxes = assign(held, self._column_strips)[self._place.rank]
         return live
 
     def _job_facts(self) -> dict[str, Any]:

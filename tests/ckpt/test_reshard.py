@@ -108,6 +108,30 @@ def test_each_rank_reads_about_its_own_bytes(tmp_path):
                 assert np.array_equal(local.numpy(), arrays["w"][start : start + box.sizes[0]])
 
 
+@pytest.mark.parametrize(("count", "most"), [(1, 4.0), (4, 1.1)])
+def test_columns_cut_anew(tmp_path, count, most):
+    """Rows over four ranks, then columns over four and over two: bytes read / bytes needed, without and with strips."""
+    shape = (4096, 4096)
+    arrays = {"w": np.random.default_rng(1).random(shape, dtype=np.float32)}
+    held = [[shard("w", shape, (4,), (0,), rank)] for rank in range(4)]
+    spec = spec_of(4)
+    report = write_shards(tmp_path, 1, spec, held, arrays, strips=count)
+    commit(spec, report)
+    with Checkpoint(Path(report.directory)) as checkpoint:
+        ratios = []
+        for world in (4, 2):
+            box = shard("w", shape, (world,), (1,), world - 1)
+            local = torch.empty(box.sizes)
+            cost = load_items(Path(report.directory), checkpoint.source, [Item(box, local)])
+            ratios.append(cost.bytes_read / cost.bytes_needed)
+            assert np.array_equal(local.numpy(), arrays["w"][:, box.offsets[1] :])
+        rows = shard("w", shape, (3,), (0,), 1)
+        cost = load_items(Path(report.directory), checkpoint.source, [Item(rows, torch.empty(rows.sizes))])
+        assert cost.bytes_read <= 1.3 * cost.bytes_needed
+    assert max(ratios) <= most
+    assert max(ratios) > most - 0.2, "the figure in the documents is out of date"
+
+
 def test_every_box_has_one_writer_and_the_load_is_spread():
     """F11: four replicas hold everything; each box is written once, no rank writes much more than its share."""
     boxes = [Box(f"t{number}", "float32", (100 + number, 50), (0, 0), (100 + number, 50)) for number in range(60)]

@@ -49,12 +49,13 @@ def write_shards(
     arrays: dict[str, np.ndarray],
     nonce: str = "abc",
     node: str = "n0",
+    strips: int = 1,
 ) -> ShardsDurable:
     """All ranks of a job on one node: stored, with its manifest; no record."""
     directory = folder / directory_name(step, spec.generation, nonce)
     directory.mkdir(parents=True, exist_ok=True)
     ranks = []
-    for rank, boxes in enumerate(assign(held)):
+    for rank, boxes in enumerate(assign(held, strips)):
         image = lay_out(boxes, {"rank": str(rank)})
         memory = mmap.mmap(-1, image.plan.file_bytes)
         view = memoryview(memory)
