@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -45,8 +45,19 @@ LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Agent:
     """One node. `run` returns the exit code. Built by `build`, which wires the parts."""
 
-    def __init__(self, settings: AgentSettings, store: Store, health: HealthSource, fences_found: m.Fences) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        store: Store,
+        health: HealthSource,
+        fences_found: m.Fences,
+        *,
+        on_serving: Callable[[str], None],
+        on_leaving: Callable[[], None],
+    ) -> None:
         self.settings = settings
+        self._on_serving = on_serving
+        self._on_leaving = on_leaving
         self.paths = layout.NodePaths(settings.state)
         self.health = health
         self.state = m.NodeState(
@@ -98,9 +109,11 @@ class Agent:
         self._spawn("register", self._register())
         self._spawn("status", self.registry.keep_status(self.view.applied_step))
         self._spawn("metrics", self.metrics.run())
+        self._on_serving(f"agent of {self.settings.node}")
         try:
             order = await self._quit
         finally:
+            self._on_leaving()
             for number in LEAVE_SIGNALS:
                 loop.remove_signal_handler(number)
         _log.info("leaving code=%d reason=%s", order.code, order.reason)
@@ -331,7 +344,14 @@ def _shim_options(settings: AgentSettings) -> ShimOptions:
     )
 
 
-def build(settings: AgentSettings, store: Store, health: HealthSource | None = None) -> Agent:
+def build(
+    settings: AgentSettings,
+    store: Store,
+    health: HealthSource | None = None,
+    *,
+    on_serving: Callable[[str], None] = lambda _status: None,
+    on_leaving: Callable[[], None] = lambda: None,
+) -> Agent:
     """The composition root. Call it inside the running loop, with the state folder's lock held.
 
     Raises:
@@ -343,4 +363,4 @@ def build(settings: AgentSettings, store: Store, health: HealthSource | None = N
         raise OperationalError(found.unusable, where=f"node {settings.node}", hint="reboot this host")
     if found.unusable:
         found = fences.save(paths.fences, fences.usable_again(found))
-    return Agent(settings, store, health or NoHealth(), found)
+    return Agent(settings, store, health or NoHealth(), found, on_serving=on_serving, on_leaving=on_leaving)

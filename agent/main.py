@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 
+from regrow import notify
 from regrow.agent import driver
 from regrow.agent.config import AgentSettings
 from regrow.agent.watch import open_health
@@ -68,7 +69,8 @@ async def _main(settings: AgentSettings) -> int:
 
 async def _serve(settings: AgentSettings, store: Store) -> int:
     logging.getLogger("regrow.agent").info("agent node=%s pid=%d state=%s", settings.node, os.getpid(), settings.state)
-    agent = driver.build(settings, store, open_health(settings))
+    manager = notify.from_environment()
+    agent = driver.build(settings, store, open_health(settings), on_serving=manager.ready, on_leaving=manager.stopping)
     lifeline = lifeline_fd()
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, agent.cut)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,21 @@ _RETRY_SECONDS = 0.5
 class Supervisor:
     """One process. Leads or stands by."""
 
-    def __init__(self, config: SupervisorConfig, policy: Policy, *, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        config: SupervisorConfig,
+        policy: Policy,
+        *,
+        store: Store | None = None,
+        on_serving: Callable[[str], None] = lambda _status: None,
+        on_leaving: Callable[[], None] = lambda: None,
+    ) -> None:
         clock = SystemClock()
         self._anchor = clock.wall() - clock.monotonic()
         self._clock = clock
         self.config = config
+        self._on_serving = on_serving
+        self._on_leaving = on_leaving
         self.policy = policy
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.incarnation = os.urandom(8).hex()
@@ -88,8 +99,10 @@ class Supervisor:
         try:
             await self.api.start(*parse_address(self.config.http, "--http"))
             self._announce()
+            self._on_serving(f"supervisor {self.name}")
             await self._lead_again_and_again()
         finally:
+            self._on_leaving()
             self._retract()
             self.journal.close()
             await self.beats.stop()

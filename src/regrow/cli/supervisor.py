@@ -30,6 +30,9 @@ def supervisor(
     advertise: Annotated[str | None, typer.Option(help="Host under which agents reach this supervisor.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of this supervisor.")] = None,
     ttl: Annotated[float | None, typer.Option(help="Leader lease in seconds: a standby takes over within it.")] = None,
+    adopt: Annotated[
+        bool | None, typer.Option("--adopt", help="Rebuild an emptied or older store from what agents run and from storage.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with [supervisor] and [policy].")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print every setting and where it came from, and exit.")] = False,
     as_json: Json = False,
@@ -46,6 +49,7 @@ def supervisor(
         "advertise": advertise,
         "name": name,
         "ttl": ttl,
+        "adopt": adopt,
     }
     loaded, policy, story = settings.load(config, flags)
     if explain:
@@ -75,9 +79,11 @@ async def _main(config: SupervisorConfig, policy: Policy) -> None:
     import os
     import signal
 
+    from regrow import notify
     from regrow.supervisor.service import Supervisor
 
-    service = Supervisor(config, policy)
+    manager = notify.from_environment()
+    service = Supervisor(config, policy, on_serving=manager.ready, on_leaving=manager.stopping)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.stop)
