@@ -151,18 +151,42 @@ class Committer:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             if not result.won:
+                self._fence = None
+                if await self._still_ours(fence):
+                    continue
                 raise FencedError(
                     f"generation {self._spec.generation} of job {self._spec.job} is over: its checkpoint of step {pending.step} is not committed"
                 )
             return
 
+    async def _still_ours(self, refused: int) -> bool:
+        """Whether the key is of this very generation at another revision: a store that was rebuilt has written it anew."""
+        try:
+            return await self._read_fence() != refused
+        except FencedError:
+            return False
+        except StoreError as error:
+            _log.info("fence of generation %d not read yet: %s", self._spec.generation, error.what)
+            return True
+
     async def _read_fence(self) -> int:
-        """The generation key's mod_revision, read once; the key must be of this very generation."""
+        """The generation key's mod_revision, read once; the key must be of this very generation.
+
+        Raises:
+            FencedError: the key is of a later generation or epoch.
+            StoreError: the store does not answer, or knows only earlier ones: it has lost its memory, and is not rebuilt yet.
+        """
         if self._fence is None:
             item = await self._store.get(self._keys.generation(self._spec.job), timeout=_FENCE_SECONDS)
             found = msgspec.json.decode(item.value, type=wire.GenerationRecord) if item is not None else None
             if item is None or found is None or (found.number, found.epoch) != (self._spec.generation, self._spec.epoch):
                 now = f"generation {found.number} of epoch {found.epoch}" if found else "none"
+                if found is None or (found.number <= self._spec.generation and found.epoch <= self._spec.epoch):
+                    raise StoreError(
+                        f"the store has {now}, older than generation {self._spec.generation}: it has lost its memory",
+                        where=self._keys.generation(self._spec.job),
+                        hint="start a supervisor with --adopt",
+                    )
                 raise FencedError(
                     f"generation {self._spec.generation} of epoch {self._spec.epoch} is not the current one: the store has {now}"
                 )

@@ -92,6 +92,7 @@ class NodeView:
             workers=local.order.workers,
             exits=open_exits,
             spec=local.spec,
+            job_spec=local.order.job_spec,
         )
 
     def beat(self, seq: int) -> wire.Beat:

@@ -37,6 +37,8 @@ class SupervisorConfig:
     """Without a beat for this long a node is suspect."""
     observe_only: str = ""
     """Automatic actions that are only written down, comma separated: quarantine, growth."""
+    adopt: bool = False
+    """Rebuild a store that was emptied, or restored from an older snapshot, from what agents run and from storage."""
     tls_certificate: str = ""
     """PEM file: the beat server speaks TLS."""
     tls_key: str = ""

@@ -57,6 +57,11 @@ class Term:
         self.ready = False
         """True once everything was loaded."""
         self.ended = asyncio.Event()
+        self.hellos: dict[str, wire.Hello] = {}
+        """What each connected agent said first."""
+        self.hello_came = asyncio.Event()
+        self._met: set[str] = set()
+        """Nodes that have our epoch from us: one that has it otherwise has it from another leader, of a store that is gone."""
         self.reason = ""
         self.last_reason = ""
         """Reason of the last decision."""
@@ -67,7 +72,7 @@ class Term:
         self._journal = journal
         self._epoch = epoch
         self._name = name
-        self._now = now
+        self.now = self._now = now
         self._on_turn = on_turn
         self._raise_epoch = raise_epoch
         self._queue: list[e.Event] = []
@@ -204,7 +209,7 @@ class Term:
         if hello.cluster != self._config.cluster:
             return wire.Refused(reason=f"this is cluster {self._config.cluster!r}, not {hello.cluster!r}", retry=False)
         epoch = max(self._epoch, self.view.epoch)
-        if hello.highest_epoch > epoch:
+        if hello.highest_epoch > epoch or (hello.highest_epoch == epoch and hello.node not in self._met):
             self._raise_epoch(hello.highest_epoch)
             return wire.Refused(reason=f"epoch {hello.highest_epoch} was seen, ours is {epoch}: taking a higher one")
         other = self.connections.get(hello.node)
@@ -212,12 +217,15 @@ class Term:
             return wire.Refused(
                 reason=f"node name {hello.node!r} is in use by another agent (incarnation {other.incarnation[:8]}): give this one a name of its own"
             )
+        self._met.add(hello.node)
         self.connections[hello.node] = connection
         if other is not None:
             other.abort()
         self._silence.connected(hello.node, now)
         self._spare[hello.node] = hello.spare_store
         self._reachable(hello.node, now, reachable=True)
+        self.hellos[hello.node] = hello
+        self.hello_came.set()
         self.post(e.NodeJoined(at=now, hello=hello))
         running = hello.running
         if running is not None and running.exits:
@@ -230,6 +238,7 @@ class Term:
             return
         now = self._now()
         del self.connections[connection.node]
+        self.hellos.pop(connection.node, None)
         self._silence.disconnected(connection.node)
         self._reachable(connection.node, now, reachable=False)
         self.post(e.NodeDisconnected(at=now, node=connection.node, reason=reason))

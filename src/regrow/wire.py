@@ -363,6 +363,8 @@ class RunningGeneration(msgspec.Struct, frozen=True, kw_only=True):
     exits: tuple[WorkerExit, ...] = ()
     """Exits that no leader acknowledged."""
     spec: GenerationSpec | None = None
+    job_spec: JobSpec | None = None
+    """What the user asked for: a store that lost it is rebuilt from here."""
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):

@@ -89,6 +89,8 @@ class JobLoaded(_Event, frozen=True, kw_only=True, tag="job_loaded"):
     num_damaged: int = 0
     """Checkpoints on storage that exist and cannot be used: a fresh start would be a silent loss."""
     submitted: bool = False
+    unknown: tuple[str, ...] = ()
+    """Rebuilt from agents and storage after the store lost it: what could not be known."""
 
 
 class CommandGiven(_Event, frozen=True, kw_only=True, tag="command_given"):

@@ -115,7 +115,9 @@ def _leftovers(view: View, now: float, draft: Draft) -> None:
         name, number = node.running
         job = view.jobs.get(name)
         if job is None:
-            draft.say(f"{node.name} runs {name!r}, which nobody knows: left alone")
+            draft.say(
+                f"{node.name} runs {name!r}, which nobody knows: left alone (a store that lost its memory is rebuilt with `regrow supervisor --adopt`)"
+            )
             continue
         if node.name in ordered or node.name in recorded:
             continue

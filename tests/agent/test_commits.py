@@ -139,6 +139,25 @@ async def test_the_store_must_have_this_very_generation(tmp_path: Path, store: S
     assert "is not the current one" in (await one.until("failed")).reason
 
 
+async def test_a_store_that_was_emptied_and_rebuilt_gets_the_checkpoint(tmp_path: Path, running: Any) -> None:
+    keys, spec, memory = Keys(fresh_cluster()), spec_of(3, 2), MemoryStore()
+    one = running(memory, keys, spec)
+    one.committer.add(shards(tmp_path, 1, spec))
+    assert "it has lost its memory" in (await one.until("pending")).reason
+    await record_generation(memory, keys, spec_of(2, 1))
+    one.committer.add(shards(tmp_path, 2, spec))
+    await record_generation(memory, keys, spec)
+    await one.until("committed", 1)
+    await one.until("committed", 2)
+    await record_generation(memory, keys, spec)
+    one.committer.add(shards(tmp_path, 3, spec))
+    await one.until("committed", 3)
+    await record_generation(memory, keys, spec_of(4, 2))
+    one.committer.add(shards(tmp_path, 4, spec))
+    assert "is over" in (await one.until("failed", 4)).reason
+    await memory.close()
+
+
 async def test_without_the_store_a_checkpoint_is_pending_and_committed_later(tmp_path: Path, running: Any) -> None:
     server = MemoryStore()
     mine = server.connect()

@@ -57,7 +57,7 @@ class Cluster:
         self.tasks: list[asyncio.Task[None]] = []
         self.open_store = open_store
 
-    async def supervisor(self, *, ttl: float = 2.0) -> Supervisor:
+    async def supervisor(self, *, ttl: float = 2.0, adopt: bool = False) -> Supervisor:
         config = SupervisorConfig(
             cluster="test",
             store="memory://",
@@ -66,6 +66,7 @@ class Cluster:
             beat_seconds=0.1,
             silence_seconds=0.5,
             name=f"s{len(self.supervisors)}",
+            adopt=adopt,
         )
         made = Supervisor(config, self.policy, store=self.open_store())
         self.supervisors.append(made)

@@ -155,6 +155,7 @@ class StubAgent:
                 workers=self.order.workers,
                 exits=tuple(self.exits.values()),
                 spec=self.order.spec,
+                job_spec=self.order.job_spec,
             )
         return wire.Hello(
             cluster="test",
