@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -19,16 +21,17 @@ from regrow.ckpt.retention import Retention, prune
 from regrow.ckpt.verify import verify
 
 SUPPORT = Path(__file__).parent / "support"
-KILLS = 16
+SOAK = pytest.mark.soak
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_never_goes_back(tmp_path):
+@pytest.mark.parametrize("kills", [16, pytest.param(200, marks=[SOAK, pytest.mark.timeout(3600)])])
+def test_killed_at_random_moments_it_never_goes_back(tmp_path, kills):
     """Restore always succeeds, and never to before the newest step that was reported as committed."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     committed = 0
-    for generation in range(1, KILLS + 1):
+    for generation in range(1, kills + 1):
         process = subprocess.Popen(
             [sys.executable, str(SUPPORT / "ckpt_loop.py"), str(tmp_path), str(generation)], stdout=subprocess.PIPE, text=True
         )
@@ -48,8 +51,57 @@ def test_killed_at_random_moments_it_never_goes_back(tmp_path):
             assert entry is not None, f"seed {seed}: nothing to restore after step {committed}"
             assert entry.step >= committed, f"seed {seed}"
             assert verify(Path(entry.directory)).valid, f"seed {seed}"
-    assert committed > KILLS, "too few steps for the kills to have hit anything"
+    assert committed > kills, "too few steps for the kills to have hit anything"
     assert len(list(tmp_path.glob("step-*"))) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[SOAK, pytest.mark.timeout(3600)])])
+async def test_trainers_writer_or_both_killed_at_random_moments(make_writer, make_committer, tmp_path, kills):
+    """The real writer with two trainers: whatever is killed when, the newest committed step is there, whole, and the next generation goes on."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    step, seen = 0, set()
+    for generation in range(1, kills + 1):
+        # one of many write calls is fatal, or the writer lives and somebody is killed by the clock
+        place = rng.choice(["shard.open", "shard.write", "shard.fsync", "shard.done", "publish.node-n0.json.rename", "node.durable", ""])
+        writer = await make_writer(faults=f"{place}:kill:{rng.randrange(1, 12)}" if place else "")
+        committer = await make_committer(spec_of(2, generation), [writer])
+        trainers = [trainer(writer.socket, tmp_path, generation, rank, range(step + 1, step + 2000)) for rank in range(2)]
+        try:
+            victim = rng.choice([*trainers, writer.process, None])
+            if not place:
+                step = (await committer.until("complete")).step
+                await asyncio.sleep(rng.uniform(0.0, 0.1))
+                (victim or writer.process).kill()
+            await asyncio.wait_for(asyncio.to_thread((victim if not place and victim else writer.process).wait), 90)
+        finally:
+            for process in trainers:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+        while not committer.outcomes["complete"].empty():
+            step = committer.outcomes["complete"].get_nowait().step
+        seen.add(place)
+        writer.kill()
+        entry = catalog.newest_restorable(tmp_path)
+        if step:
+            assert entry is not None, f"seed {seed}: nothing to restore after step {step}"
+            assert entry.step >= step, f"seed {seed}: went back to {entry.step} from {step}"
+            assert verify(Path(entry.directory)).valid, f"seed {seed}"
+            step = entry.step
+        prune(tmp_path, Retention(keep_last=1), generation=generation + 1)
+    assert step > 0
+    assert len(seen) > 1
+
+
+def trainer(socket: str, folder: Path, generation: int, rank: int, steps: range) -> subprocess.Popen[bytes]:
+    """A producer process that saves step after step."""
+    options = {
+        "socket": socket, "folder": str(folder), "generation": generation, "rank": rank, "local_ranks": [0, 1], "steps": list(steps),
+        "then": "exit",
+    }  # fmt: skip
+    command = [sys.executable, str(SUPPORT / "ckpt_producer.py"), json.dumps(options)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def test_a_reader_never_sees_half_a_checkpoint_while_old_ones_go(tmp_path):
