@@ -250,11 +250,15 @@ def _order_after(error: BaseException) -> wire.Regroup | None:
     """The order that explains this error; one that says that a peer is gone is given time to be explained."""
     if _watcher is None:
         return None
-    suspicious = any(
-        isinstance(cause, GenerationChanged) or (isinstance(cause, RuntimeError | OSError) and _LOST_PEER.search(str(cause)))
+    return _watcher.take(ORDER_SECONDS if lost_peer(error) else 0.0)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Does this error, or what it was raised from, say that a peer is gone or that the generation is over?"""
+    return any(
+        isinstance(cause, GenerationChanged) or (isinstance(cause, RuntimeError | OSError) and bool(_LOST_PEER.search(str(cause))))
         for cause in _chain(error)
     )
-    return _watcher.take(ORDER_SECONDS if suspicious else 0.0)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

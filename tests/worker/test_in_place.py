@@ -1,0 +1,155 @@
+"""What survivors hold in memory, and what frees a process that is blocked in a collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regrow import wire
+from regrow.agent.worker import regroup
+from regrow.agent.worker.live import LiveState, Offer, choose
+from regrow.ckpt.exchange import alone
+from regrow.ids import MeshShape
+
+SPEC = wire.GenerationSpec(job="toy", epoch=1, generation=2, mesh=MeshShape(), world_size=1, nodes=("n0",), in_place=True)
+
+
+def offer(step: int, has: str = "a", needs: str = "a", **changes: Any) -> Offer:
+    """What a rank says."""
+    return Offer(step=step, samples=step * 8, has=has, needs=needs, **changes)
+
+
+@pytest.mark.parametrize(
+    ("offers", "oldest", "step", "givers"),
+    [
+        ([offer(5), offer(5)], 3, 5, {}),
+        ([offer(5), Offer(needs="a"), offer(5)], 3, 5, {1: 0}),  # a replaced replica gets it from a peer
+        ([offer(6), offer(5)], 3, 6, {1: 0}),  # some had applied the last step, some had not
+        ([offer(6, "a", "a"), offer(5, "b", "b"), offer(5, "a", "a")], 3, 5, {0: 2}),  # the newest that is whole
+        ([offer(5, "a", "b"), offer(5, "b", "a")], 3, 5, {0: 1, 1: 0}),  # ranks moved
+    ],
+)
+def test_the_newest_step_that_is_whole(offers: list[Offer], oldest: int, step: int, givers: dict[int, int]) -> None:
+    source = choose(offers, oldest)
+    assert source is not None
+    assert (source.step, source.samples, source.givers) == (step, step * 8, givers)
+
+
+@pytest.mark.parametrize(
+    ("offers", "oldest"),
+    [
+        ([Offer(needs="a"), offer(5, "b", "b")], 3),  # a shard died with its only holder
+        ([offer(6, "a", "a"), offer(5, "b", "b")], 3),  # no step at which both are there
+        ([offer(5), offer(5)], 6),  # the disk is newer
+        ([offer(5), offer(5, able=False)], 3),  # a loader with a state of its own
+        ([Offer(needs="a"), Offer(needs="a")], 0),  # nobody holds anything
+    ],
+)
+def test_otherwise_the_disk(offers: list[Offer], oldest: int) -> None:
+    assert choose(offers, oldest) is None
+
+
+class Training:
+    """A model with batch statistics, its optimizer, schedule and live state."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.live = LiveState(self.model, self.optimizer, self.schedule, None, able=True)
+
+    def backward(self) -> None:
+        """The first half of a step; it moves the batch statistics."""
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 4)).square().mean().backward()
+
+    def step(self, number: int) -> None:
+        """A whole step with its boundary."""
+        self.backward()
+        self.live.updating()
+        self.optimizer.step()
+        self.schedule.step()
+        self.live.resting(number, number * 16)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Everything that trains."""
+        state = {f"{index}.{key}": value for index, entry in enumerate(self.optimizer.state.values()) for key, value in entry.items()}
+        return {**self.model.state_dict(), **state}
+
+
+def test_a_state_at_rest_goes_over_whole() -> None:
+    old = Training(1)
+    old.step(1)
+    old.step(2)
+    draw = torch.get_rng_state()
+    torch.rand(3)  # the broken step had drawn
+    held = old.live.hold()
+    assert held is not None
+    new = Training(2)
+    source = new.live.take_up(held, SPEC, 0, alone, None)
+    assert source is not None
+    assert (source.step, source.samples) == (2, 32)
+    expected, found = old.values(), new.values()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert new.schedule.last_epoch == 2
+    assert new.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    assert torch.equal(torch.get_rng_state(), draw), "the streams of the completed step"
+
+
+def _half_an_update(training: Training) -> None:
+    training.model.eval()  # no batch statistics move
+    training.backward()
+    training.live.updating()
+
+
+def _unannounced(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight.add_(1.0)
+
+
+@pytest.mark.parametrize("harm", [Training.backward, _half_an_update, _unannounced], ids=["statistics", "update", "write"])
+def test_a_torn_state_is_not_held(harm: Any) -> None:
+    training = Training(1)
+    assert training.live.hold() is None, "no step is complete"
+    training.step(1)
+    training.model.eval()
+    assert training.live.hold() is not None
+    training.model.train()
+    harm(training)
+    assert training.live.hold() is None
+
+
+def test_blocked_collectives_are_freed_and_other_connections_live(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(Path(__file__).with_name("scripts") / "blocked.py")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    peer = subprocess.Popen([*command, "1", str(port)], stdin=subprocess.PIPE, env=env, cwd=tmp_path)
+    try:
+        done = subprocess.run([*command, "0", str(port)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        peer.kill()
+        peer.communicate()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["broken"] >= 1
+    assert found["lost_peer"], found["error"]
+    assert found["heard"] == ["there", "there", "value"]
+
+
+def test_a_wrapped_loss_of_a_peer_is_one_and_a_plain_error_is_none() -> None:
+    outer = RuntimeError("[Stage 0] failed to run forward")
+    outer.__cause__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert regroup.lost_peer(outer)
+    assert not regroup.lost_peer(ValueError("connection"))
+    assert not regroup.lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
