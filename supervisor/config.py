@@ -8,6 +8,7 @@ from typing import Any
 
 from regrow import security, settings
 from regrow.errors import ConfigurationError
+from regrow.supervisor.core import observe
 from regrow.supervisor.core.policy import Policy
 
 
@@ -36,7 +37,7 @@ class SupervisorConfig:
     silence_seconds: float = 2.0
     """Without a beat for this long a node is suspect."""
     observe_only: str = ""
-    """Automatic actions that are only written down, comma separated: quarantine, growth."""
+    """Automatic actions that are only written down, comma separated: quarantine, growth, drain, recovery."""
     adopt: bool = False
     """Rebuild a store that was emptied, or restored from an older snapshot, from what agents run and from storage."""
     tls_certificate: str = ""
@@ -49,9 +50,6 @@ class SupervisorConfig:
     """File of tokens with roles for the API (`regrow certs token`); empty: the API answers on loopback only."""
     http_tls: bool = False
     """The API speaks HTTPS, with tls_certificate."""
-
-
-_OBSERVABLE = ("quarantine", "growth")
 
 
 def _policy_class() -> type[Any]:
@@ -74,8 +72,8 @@ def load(file: Path | None, flags: dict[str, Any]) -> tuple[SupervisorConfig, Po
     config, story = settings.load(SupervisorConfig, section="supervisor", file=file, flags=flags)
     numbers, more = settings.load(_policy_class(), section="policy", file=file)
     only = frozenset(word.strip() for word in config.observe_only.split(",") if word.strip())
-    for word in only - set(_OBSERVABLE):
-        raise ConfigurationError(f"observe_only = {word!r} is not known", where="[supervisor]", hint=f"known: {', '.join(_OBSERVABLE)}")
+    for word in only - set(observe.KINDS):
+        raise ConfigurationError(f"observe_only = {word!r} is not known", where="[supervisor]", hint=f"known: {', '.join(observe.KINDS)}")
     policy = Policy(**dataclasses.asdict(numbers), observe_only=only)
     _check(config)
     return config, policy, story + more

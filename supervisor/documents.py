@@ -22,6 +22,7 @@ def status(view: View, now: float, *, name: str, leading: bool) -> dict[str, Any
         "epoch": view.epoch,
         "store_up": view.store_up,
         "automation": view.automation,
+        "observed": [msgspec.to_builtins(item) for item in view.observed.values()],
         "nodes": [node(view, item, now) for _, item in sorted(view.nodes.items())],
         "jobs": [job_line(item, now) for _, item in sorted(view.jobs.items())],
         "quarantine": [msgspec.to_builtins(record) for _, record in sorted(view.quarantine.items()) if record.state != "healthy"],

@@ -74,6 +74,18 @@ def committed_event(job: str, record: wire.CheckpointRecord, at: float) -> e.Che
     )
 
 
+def _say(action: a.EndBoundary | a.Observe | a.Page) -> None:
+    match action:
+        case a.EndBoundary():
+            log.info("job=%s %s", action.job, action.reason)
+        case a.Observe():
+            log.warning("OBSERVED would %s (%s)", action.would, action.why)
+        case a.Page():
+            log.error("PAGE key=%s %s", action.key, action.reason)
+        case _:
+            assert_never(action)
+
+
 class Effects:
     """One per term. `post` gets what came of it; `lost` is called when the store says that the term is over."""
 
@@ -156,10 +168,8 @@ class Effects:
                 self._spawn(self._amend_checkpoint(action.job, action.step, action.evidence, action.damaged))
             case a.ParkJob() | a.EndJob() | a.SaveLedger():
                 self._ledger(action.job, action.ledger)
-            case a.EndBoundary():
-                log.info("job=%s %s", action.job, action.reason)
-            case a.Page():
-                log.error("PAGE key=%s %s", action.key, action.reason)
+            case a.EndBoundary() | a.Observe() | a.Page():
+                _say(action)
             case _:
                 assert_never(action)
 

@@ -147,6 +147,17 @@ class SaveLedger(_Action, frozen=True, kw_only=True, tag="save_ledger"):
     ledger: LedgerRecord
 
 
+class Observe(_Action, frozen=True, kw_only=True, tag="observe"):
+    """An automatic action that is only written down: what would have been done, and why it was not."""
+
+    key: str
+    kind: str
+    would: str
+    why: str
+    job: str = ""
+    node: str = ""
+
+
 class Page(_Action, frozen=True, kw_only=True, tag="page"):
     """Call a person."""
 
@@ -171,6 +182,7 @@ Action = (
     | ParkJob
     | EndJob
     | SaveLedger
+    | Observe
     | Page
 )
 

@@ -14,11 +14,12 @@ from regrow.supervisor.core.fold_nodes import put, with_member
 from regrow.supervisor.core.ledger import MACHINE
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.records import IncidentSeed
-from regrow.supervisor.core.view import Boundary, GenerationView, Incident, JobView, Member, NodeView, Outcome, View
+from regrow.supervisor.core.view import Boundary, GenerationView, Incident, JobView, Member, NodeView, Observation, Outcome, View
 
 _change = msgspec.structs.replace
 _INCIDENT_HISTORY = 256
 _RETRY_SECONDS = 0.5
+_OBSERVED_HISTORY = 512
 
 
 def issued(view: View, event: e.Issued) -> View:
@@ -37,6 +38,9 @@ def issued(view: View, event: e.Issued) -> View:
             return put(view, _change(node, clear_asked=False, clear_sent_at=at)) if node is not None else view
         case a.SetQuarantine():
             return _quarantine(view, action)
+        case a.Observe():
+            made = Observation(at=at, kind=action.kind, would=action.would, why=action.why, job=action.job, node=action.node)
+            return _change(view, observed=dict([*view.observed.items(), (action.key, made)][-_OBSERVED_HISTORY:]))
         case a.Page():
             return _change(view, pages=view.pages | {action.key: at})
         case _:

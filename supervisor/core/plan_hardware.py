@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import quarantine
+from regrow.supervisor.core import observe, quarantine
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
@@ -55,8 +55,15 @@ def _condemn(view: View, node: NodeView, policy: Policy, now: float, draft: Draf
         draft.look(node.clear_sent_at + _CLEAR_SECONDS if node.clear_sent_at is not None else None)
         return
     broken = quarantine.breaker_open(view, policy, now)
-    if broken or not view.automation or "quarantine" in policy.observe_only:
-        why = broken or "automatic quarantine is off"
+    off = observe.held(view, policy, "quarantine")
+    if off:
+        for key in fresh:
+            would = f"quarantine {key} of {node.name}: {node.health.reason}"
+            observe.note(
+                view, draft, kind="quarantine", key=f"quarantine-{key}-{node.health.incident}", would=would, why=off, node=node.name
+            )
+    if broken or off:
+        why = broken or off
         if f"quarantine-{node.name}" not in view.pages:
             page = a.Page(
                 key=f"quarantine-{node.name}", reason=f"{node.name} would be quarantined ({node.health.reason}): {why}", node=node.name

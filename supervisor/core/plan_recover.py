@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ledger, plan_form, quarantine, symptoms
+from regrow.supervisor.core import ledger, observe, plan_form, quarantine, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -29,7 +29,27 @@ def recover(
     taken: frozenset[str],
     draft: Draft,
 ) -> None:
-    """One decision for everything that is wrong with a generation."""
+    """One decision for everything that is wrong with a generation; or what it would be, where that is only written down."""
+    off = observe.held(view, policy, "recovery")
+    if off:
+        made = Draft()
+        _recover(view, job, generation, findings, policy, now, taken, made)
+        key = f"recovery-{job.spec.job}-g{generation.number}"
+        observe.shadow(view, draft, made, kind="recovery", key=key, why=off, job=job.spec.job)
+        return
+    _recover(view, job, generation, findings, policy, now, taken, draft)
+
+
+def _recover(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    findings: Findings,
+    policy: Policy,
+    now: float,
+    taken: frozenset[str],
+    draft: Draft,
+) -> None:
     found = findings.symptoms
     first = min(symptom.seen_at for symptom in found)
     explained = any(symptom.explains for symptom in found)
@@ -197,7 +217,7 @@ def _exclusions(
     without |= {symptom.node for symptom in found if symptom.kind == "start_failed" and symptom.cause}
     orders: list[a.Action] = []
     node = view.nodes.get(main.node)
-    allowed = view.automation and "quarantine" not in policy.observe_only
+    allowed = not observe.held(view, policy, "quarantine")
     if node is None or main.kind not in ("sdc", "non_finite", "hang", "worker_exit") or main.rank < 0:
         return frozenset(without), orders
     key = quarantine.key_of(view, node, generation.device_of(main.rank))

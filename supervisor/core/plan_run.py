@@ -6,7 +6,7 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ledger, membership, meshes, plan_form, rates, symptoms
+from regrow.supervisor.core import ledger, membership, meshes, observe, plan_form, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -20,13 +20,13 @@ _RATE_CHANGE = 0.25
 def plan(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
     """What a healthy generation needs."""
     _evidence(job, draft)
-    leaving = _to_drain(view, job, generation)
+    leaving = _permitted(view, job, generation, _to_drain(view, job, generation), policy, now, draft)
     hurried = [at for name in leaving if (at := view.nodes[name].leaving_at) is not None and now < at + policy.coalesce_seconds]
     if hurried:
         draft.look(max(hurried) + policy.coalesce_seconds)
         draft.say(f"{len(leaving)} nodes are leaving: wait for the whole burst")
         return
-    if leaving and (view.automation or any(kind == "asked" for _, kind in leaving.values())):
+    if leaving:
         _drain(view, job, generation, leaving, policy, now, taken, draft)
         return
     if job.boundary is not None:
@@ -36,8 +36,12 @@ def plan(view: View, job: JobView, generation: GenerationView, policy: Policy, n
         return
     _tell_rate(job, generation, now, draft)
     _restore_budget(job, policy, now, draft)
-    if view.automation and "growth" not in policy.observe_only:
-        _grow(view, job, generation, policy, now, taken, draft)
+    off = observe.held(view, policy, "growth")
+    made = Draft() if off else draft
+    _grow(view, job, generation, policy, now, taken, made)
+    if off:
+        key = f"growth-{job.spec.job}-g{generation.number}"
+        observe.shadow(view, draft, made, kind="growth", key=key, why=off, job=job.spec.job)
 
 
 def _evidence(job: JobView, draft: Draft) -> None:
@@ -58,6 +62,28 @@ def _to_drain(view: View, job: JobView, generation: GenerationView) -> dict[str,
         asked = bool(view.nodes[name].leaving) or name in view.drains
         result[name] = (why, "asked" if asked else "health")
     return result
+
+
+def _permitted(
+    view: View, job: JobView, generation: GenerationView, leaving: dict[str, tuple[str, str]], policy: Policy, now: float, draft: Draft
+) -> dict[str, tuple[str, str]]:
+    """Those that go: all that were asked to, and of the sick ones as many as automation and the hour's budget let."""
+    sick = sorted(name for name, (_, kind) in leaving.items() if kind == "health")
+    if not sick:
+        return leaving
+    off = observe.held(view, policy, "drain")
+    gone, most = observe.evicted(view, job, now), observe.most_evictions(view, policy)
+    allowed = [] if off else sick[: max(0, most - len(gone - set(sick)))]
+    for name in sick:
+        if name in allowed:
+            continue
+        why = off or f"{len(gone)} nodes were taken out of {job.spec.job} within an hour, the limit is {most}"
+        would = f"drain {name} out of generation {generation.number} of {job.spec.job}: {leaving[name][0]}"
+        key = f"drain-{job.spec.job}-g{generation.number}-{name}"
+        observe.note(view, draft, kind="drain", key=key, would=would, why=why, job=job.spec.job, node=name)
+        if not off and f"evictions-{job.spec.job}" not in view.pages:
+            draft.act(a.Page(key=f"evictions-{job.spec.job}", reason=f"{why}: look for a common cause", job=job.spec.job), because=why)
+    return {name: why for name, why in leaving.items() if name in allowed or why[1] != "health"}
 
 
 def _drain(

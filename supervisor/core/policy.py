@@ -90,5 +90,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Automatic quarantine stops at max(this, breaker_share of the nodes) within breaker_window_seconds."""
     breaker_share: float = 0.2
     breaker_window_seconds: float = 3600.0
+    evictions_per_hour: int = 8
+    """At most so many nodes (or breaker_share of all, if that is more) are taken out of a job within an hour by automatic
+    decisions on their health; then a person is called and the job keeps what it has."""
     observe_only: frozenset[str] = frozenset()
-    """Kinds of automatic action that are only written down: quarantine, growth, drain."""
+    """Kinds of automatic action that are only written down: quarantine, growth, drain, recovery."""

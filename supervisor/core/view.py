@@ -283,6 +283,17 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Generations in a row that did not reach a first step and that the program is not to blame for."""
 
 
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """An automatic action that was only written down."""
+
+    at: float
+    kind: str
+    would: str
+    why: str
+    job: str = ""
+    node: str = ""
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
@@ -304,3 +315,5 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes whose quarantine an operator ended."""
     pages: dict[str, float] = {}
     """Pages sent: {key: when}."""
+    observed: dict[str, Observation] = {}
+    """Automatic actions of this term that were only written down, by occasion."""

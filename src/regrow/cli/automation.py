@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -18,7 +19,11 @@ def register(app: typer.Typer) -> None:
 
 def automation(
     state: Annotated[
-        str, typer.Argument(metavar="on|off|show", help="off: quarantine, drains by health and growth stop; recovery goes on.")
+        str,
+        typer.Argument(
+            metavar="on|off|show",
+            help="off: quarantine, drains by health and growth are only written down; recovery goes on. show: what would have been done.",
+        ),
     ],
     supervisor: remote.Address = "",
     store: remote.StoreUrl = "",
@@ -30,7 +35,14 @@ def automation(
         raise ConfigurationError(f"{state!r} is not on, off or show", where="regrow automation", hint="for example: regrow automation off")
     base = remote.find(supervisor, store, cluster)
     if state == "show":
-        document = {"automation": "on" if remote.get(base, "/v1/status")["automation"] else "off"}
+        status = remote.get(base, "/v1/status")
+        document = {"automation": "on" if status["automation"] else "off", "observed": status.get("observed", [])}
     else:
         document = remote.post(base, f"/v1/automation/{state}")
-    emit(document, as_json=as_json, human=remote.writer(f"automation is {document['automation']}\n"))
+    emit(document, as_json=as_json, human=lambda: _print(document))
+
+
+def _print(document: dict[str, Any]) -> None:
+    sys.stdout.write(f"automation is {document['automation']}\n")
+    for item in document.get("observed", []):
+        sys.stdout.write(f"  would {item['would']}\n    not done: {item['why']}\n")
