@@ -112,6 +112,7 @@ JOB = Board(
         ),
         _panel("Checkpoints by state", (f"sum by (state) (regrow_checkpoints_total{{{_J}}})", "{{state}}")),
         _panel("Own compute over the ranks", (f"max by (stat) (regrow_rank_compute_seconds{{{_J}}})", "{{stat}}"), unit="s"),
+        _panel("Straggler: by how much it became slower", (f"max(regrow_straggler_excess_ratio{{{_J}}})", "excess"), unit="percentunit"),
         _panel("Wall that bounds the step", (f"max by (wall) (regrow_wall{{{_J}}})", "{{wall}}"), kind="states"),
         _panel(
             "Scaling efficiency S/k, t1 named", (f"max by (mesh, t1) (regrow_scaling_efficiency_ratio{{{_J}}})", "{{mesh}}, t1 {{t1}}"),

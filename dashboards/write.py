@@ -50,25 +50,43 @@ class Setting:
     discovery: tuple[str, ...] = ("http://127.0.0.1:7070/v1/prometheus/targets",)
     """URLs of HTTP service discovery, one per supervisor; empty: `targets_file`."""
     targets_file: str = ""
+    token_file: str = ""
+    """A token of role view for the supervisors' API; empty: they answer on loopback."""
+    https: bool = False
+    ca_file: str = ""
+    """PEM file of the authority behind the supervisors' certificates; empty: the system's."""
     rules: str = "rules/*.yaml"
     alertmanager: str = "127.0.0.1:9093"
     every: str = "15s"
 
 
 def prometheus_yaml(setting: Setting) -> str:
-    """Configuration of Prometheus: one scrape job, whose targets come from the supervisors."""
+    """Configuration of Prometheus. Targets come from the supervisors; only supervisors are shown the token."""
+    auth = f"authorization: {{credentials_file: {json.dumps(setting.token_file)}}}\n" if setting.token_file else ""
+    secure = "scheme: https\n" if setting.https else ""
+    if setting.ca_file:
+        secure += f"tls_config: {{ca_file: {json.dumps(setting.ca_file)}}}\n"
     if setting.discovery:
-        found = "    http_sd_configs:\n" + "".join(
-            f"      - url: {json.dumps(url)}\n        refresh_interval: {setting.every}\n" for url in setting.discovery
+        asked = auth + secure.replace("scheme: https\n", "")
+        found = "http_sd_configs:\n" + "".join(
+            f"  - url: {json.dumps(url)}\n    refresh_interval: {setting.every}\n{_indented(asked, 4)}" for url in setting.discovery
         )
     else:
-        found = f"    file_sd_configs:\n      - files: [{json.dumps(setting.targets_file)}]\n        refresh_interval: {setting.every}\n"
-    return (
+        found = f"file_sd_configs:\n  - files: [{json.dumps(setting.targets_file)}]\n    refresh_interval: {setting.every}\n"
+    text = (
         f"{_HEAD}global:\n  scrape_interval: {setting.every}\n  evaluation_interval: {setting.every}\n"
         f"rule_files: [{json.dumps(setting.rules)}]\n"
         f"alerting:\n  alertmanagers:\n    - static_configs:\n        - targets: [{json.dumps(setting.alertmanager)}]\n"
-        f"scrape_configs:\n  - job_name: regrow\n{found}"
+        "scrape_configs:\n"
     )
+    for role, own in (("supervisor", auth + secure), ("agent", "")):
+        keep = f"relabel_configs:\n  - {{source_labels: [role], regex: {role}, action: keep}}\n"
+        text += f"  - job_name: regrow-{role}\n{_indented(own + found + keep, 4)}"
+    return text
+
+
+def _indented(text: str, width: int) -> str:
+    return "".join(f"{' ' * width}{line}\n" for line in text.splitlines())
 
 
 def alertmanager_yaml(*, wait: str = "30s", group: str = "5m", repeat: str = "12h", webhook: str = "") -> str:

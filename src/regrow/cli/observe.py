@@ -52,24 +52,25 @@ def observe(
     binaries()
     started = session.command(chaos, demo=demo, root=Path(run_dir))
     factor = pace or (_FACTOR_OF_A_SHORT_RUN if started else 1.0)
+    find = session.of_run(Path(run_dir)) if started else lambda: remote.find(supervisor, store, cluster)
+    known = "" if started else find()
     options = session.Options(
         root=Path(run_dir),
         started=started,
         once=once,
         factor=factor,
         ports=(prometheus_port, alertmanager_port),
-        find=session.of_run(Path(run_dir)) if started else lambda: remote.find(supervisor, store, cluster),
+        find=find,
+        https=(known or "").startswith("https:"),
     )
-    if not started:
-        options.find()
     document = asyncio.run(session.run(options, tell=lambda at: _tell(at, options)))
     emit(document, as_json=as_json, human=lambda: _story(document))
     raise typer.Exit((document["run_exit_code"] or 0) if once else 0)
 
 
 def _tell(addresses: dict[str, str], options: Options) -> None:
-    say(f"Prometheus    {addresses['prometheus']}/alerts")
-    say(f"Alertmanager  {addresses['alertmanager']}")
+    say(f"Prometheus    {addresses['alerts']}")
+    say(f"Alertmanager  {addresses['alertmanager']} (amtool --alertmanager.url={addresses['alertmanager']} alert)")
     say(f"files         {addresses['root']} (rules with all times x {options.factor:.3g})")
     say(addresses["grafana"])
     say("Ctrl-C ends it" if not options.once else "ends with the run")

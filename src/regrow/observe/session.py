@@ -37,6 +37,7 @@ class Options:
     ports: tuple[int, int]
     """Prometheus, Alertmanager."""
     find: Callable[[], str | None]
+    https: bool = False
 
 
 def command(chaos: str, *, demo: bool, root: Path) -> tuple[str, ...]:
@@ -90,6 +91,7 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> di
         alertmanager_port=options.ports[1],
         every_seconds=every,
         factor=options.factor,
+        https=options.https,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -97,7 +99,12 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> di
     code: int | None = None
     async with Stack(plan) as stack:
         begin = time.time()
-        addresses = {"prometheus": stack.prometheus, "alertmanager": stack.alertmanager, "root": str(stack.root)}
+        addresses = {
+            "prometheus": stack.prometheus,
+            "alerts": await stack.alerts_page(),
+            "alertmanager": stack.alertmanager,
+            "root": str(stack.root),
+        }
         tell(addresses | {"grafana": grafana_hint(stack.root)})
         if options.started:
             code = await _run_until(options, ended)

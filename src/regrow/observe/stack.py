@@ -17,6 +17,7 @@ from typing import Any, Self
 import httpx
 
 import regrow.store
+from regrow import security
 from regrow.dashboards import rules, write
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.store.binary import HeldPort
@@ -43,6 +44,8 @@ class Plan:
     """Between two scrapes and two evaluations."""
     factor: float = 1.0
     """All durations in the rules are shortened by it."""
+    https: bool = False
+    """The supervisors' API speaks TLS."""
 
 
 def binaries() -> dict[str, str]:
@@ -77,6 +80,9 @@ class Stack:
         self._children: list[asyncio.subprocess.Process] = []
         self._following: asyncio.Task[None] | None = None
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(5.0), trust_env=False)
+        self._api = httpx.AsyncClient(
+            timeout=httpx.Timeout(5.0), trust_env=False, headers=security.operator_headers(), verify=security.operator_verify()
+        )
 
     async def __aenter__(self) -> Self:
         try:
@@ -127,6 +133,12 @@ class Stack:
                 child.kill()
                 await child.wait()
         await self._client.aclose()
+        await self._api.aclose()
+
+    async def alerts_page(self) -> str:
+        """Where people see the alerts: Debian's package has the classic pages only."""
+        plain = f"{self.prometheus}/alerts"
+        return plain if (await self._client.get(plain)).is_success else f"{self.prometheus}/classic/alerts"
 
     async def _child(self, name: str, *arguments: str) -> None:
         with (self.root / f"{name}.log").open("ab") as log:
@@ -153,7 +165,16 @@ class Stack:
     def _write(self, alertmanager: str) -> None:
         plan, every = self._plan, f"{self._plan.every_seconds}s"
         pace = rules.Pace(plan.factor)
-        setting = write.Setting(discovery=(), targets_file="targets.json", alertmanager=alertmanager, every=every)
+        token = security.operator_token()
+        setting = write.Setting(
+            discovery=(),
+            targets_file="targets.json",
+            token_file="token" if token else "",
+            https=plan.https,
+            ca_file=os.environ.get(security.CA_VARIABLE, "") if plan.https else "",
+            alertmanager=alertmanager,
+            every=every,
+        )
         short = {"wait": pace.d(30), "group": pace.d(300)} if plan.factor < 1 else {}
         texts = {
             "prometheus.yml": write.prometheus_yaml(setting),
@@ -168,6 +189,9 @@ class Stack:
                 path = self.root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
+            if token:
+                with open(os.open(self.root / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as secret:
+                    secret.write(token)
         except OSError as error:
             raise ConfigurationError(f"cannot be written: {error.strerror}", where=str(self.root), hint="give another --run-dir") from error
 
@@ -183,7 +207,7 @@ class Stack:
                 text = "[]\n"
             else:
                 with contextlib.suppress(httpx.HTTPError, ValueError):
-                    answer = await self._client.get(f"{base}/v1/prometheus/targets")
+                    answer = await self._api.get(f"{base}/v1/prometheus/targets")
                     text = json.dumps(answer.json()) + "\n" if answer.is_success else known
             if text != known:
                 known = text
