@@ -161,7 +161,7 @@ def _job(p: Pace) -> list[_Row]:
         ("job", "ticket", "JobShrunk", p.d(1800),
          f'max by ({JOB}) (regrow_gpus{{use="mesh"}}) < max by ({JOB}) (regrow_gpus{{use="reserved"}}) and {active}',
          "Job {{ $labels.job_name }} runs on {{ $value }} GPUs, more are reserved for it"),
-        ("job", "ticket", "Straggler", p.d(900), 
+        ("job", "ticket", "Straggler", p.d(900),
          f"{spread} > 0.1 * regrow:step_seconds:mean or max by ({JOB}) (regrow_straggler_excess_ratio) > 0.05",
          "A rank of job {{ $labels.job_name }} computes longer than the others, or than it did"),
         ("job", "ticket", "NonFinite", "0s", kind.replace("KIND", "non_finite"),
