@@ -1,0 +1,132 @@
+"""The Kubernetes forms: rendered by kustomize, valid for several API versions, and held to a policy."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from regrow.agent.config import AgentSettings
+from regrow.supervisor.config import SupervisorConfig
+
+ROOT = Path(__file__).parents[2] / "deploy" / "kubernetes"
+FORMS = ("daemonset", "statefulset")
+VERSIONS = ("1.30", "1.33", "1.36")
+
+
+@cache
+def render(form: str) -> tuple[dict[str, Any], ...]:
+    tool = shutil.which("kubectl")
+    assert tool is not None, "kubectl is missing: tools/system.sh installs it"
+    done = subprocess.run([tool, "kustomize", str(ROOT / form)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(form: str, *kinds: str) -> list[dict[str, Any]]:
+    return [item for item in render(form) if item["kind"] in kinds]
+
+
+def pods(form: str) -> list[dict[str, Any]]:
+    return [item["spec"]["template"]["spec"] for item in of_kind(form, "Deployment", "DaemonSet", "StatefulSet")]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_object_is_valid_and_has_no_unknown_field(form: str, version: str) -> None:
+    for item in render(form):
+        if item["apiVersion"].startswith("monitoring.coreos.com"):
+            continue  # a custom resource: no schema in the API itself
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_the_validator_would_notice() -> None:
+    broken = {**of_kind("daemonset", "Deployment")[0]}
+    broken["spec"] = {**broken["spec"], "replicsa": 3}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+def broken_rules(pod: dict[str, Any]) -> list[str]:
+    """The policy: what an auditor asks of a pod."""
+    found = [] if pod.get("automountServiceAccountToken") is False else ["mounts an API token"]
+    context = pod.get("securityContext", {})
+    found += [] if context.get("runAsNonRoot") and context.get("runAsUser", 0) >= 1000 else ["may run as root"]
+    found += [] if context.get("seccompProfile", {}).get("type") == "RuntimeDefault" else ["no seccomp profile"]
+    found += [f"shares the host's {name}" for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)]
+    found += [f"mounts {volume['name']} of the host" for volume in pod["volumes"] if "hostPath" in volume]
+    for container in pod["containers"]:
+        own = container.get("securityContext", {})
+        found += [] if own.get("allowPrivilegeEscalation") is False else ["may gain privileges"]
+        found += [] if own.get("readOnlyRootFilesystem") else ["writes its image"]
+        found += [] if own.get("capabilities", {}).get("drop") == ["ALL"] else ["keeps capabilities"]
+        found += ["is privileged"] if own.get("privileged") else []
+        found += [] if re.fullmatch(r"[^:]+:\d+\.\d+\.\d+", container["image"]) else ["image without a fixed version"]
+        resources = container.get("resources", {})
+        found += (
+            [] if {"cpu", "memory"} <= set(resources.get("requests", {})) and "memory" in resources.get("limits", {}) else ["no resources"]
+        )
+        found += [] if "readinessProbe" in container else ["no readiness probe"]
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pods_keep_the_policy(form: str) -> None:
+    assert [broken_rules(pod) for pod in pods(form)] == [[], []]
+
+
+def test_the_policy_would_notice() -> None:
+    pod = {**pods("daemonset")[0], "hostPID": True, "securityContext": {}}
+    assert broken_rules(pod) == ["may run as root", "no seccomp profile", "shares the host's hostPID"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_settings_and_secrets_fit_the_daemons(form: str) -> None:
+    fields = {
+        "SUPERVISOR": set(SupervisorConfig.__dataclass_fields__),
+        "AGENT": set(AgentSettings.__dataclass_fields__),
+    }
+    names = [name for item in of_kind(form, "ConfigMap") for name in item["data"]]
+    names += [entry["name"] for pod in pods(form) for container in pod["containers"] for entry in container["env"]]
+    for name in names:
+        if name.startswith("REGROW_"):
+            _, section, field = name.split("_", 2)
+            assert field.lower() in fields[section], name
+    for pod in pods(form):
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_selectors_meet_their_pods(form: str) -> None:
+    labels = {
+        item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]
+        for item in of_kind(form, "Deployment", "DaemonSet", "StatefulSet")
+    }
+    assert labels == {"regrow-supervisor", "regrow-agent"}
+    for item in of_kind(form, "PodMonitor", "PodDisruptionBudget", "Service"):
+        selector = item["spec"]["selector"]
+        assert selector.get("matchLabels", selector)["app.kubernetes.io/name"] in labels, item["metadata"]["name"]
+    ports = {port["name"] for pod in pods(form) for container in pod["containers"] for port in container["ports"]}
+    assert {end["port"] for item in of_kind(form, "PodMonitor") for end in item["spec"]["podMetricsEndpoints"]} <= ports
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stop_limit_leaves_time_for_a_save(form: str) -> None:
+    agent = next(pod for pod in pods(form) if pod["containers"][0]["name"] == "agent")
+    assert agent["terminationGracePeriodSeconds"] > AgentSettings().notice_seconds + 30
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_accounts_have_no_rights(form: str) -> None:
+    assert not of_kind(form, "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")
+    assert all(item["automountServiceAccountToken"] is False for item in of_kind(form, "ServiceAccount"))
+    denied = [item for item in of_kind(form, "NetworkPolicy") if item["spec"]["podSelector"] == {} and "ingress" not in item["spec"]]
+    assert len(denied) == 1
