@@ -37,6 +37,7 @@ log = logging.getLogger("regrow.supervisor")
 
 _METRICS_SECONDS = 0.25
 _RETRY_SECONDS = 0.5
+_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104  # compared, not bound
 
 
 class Supervisor:
@@ -140,11 +141,13 @@ class Supervisor:
     @property
     def http_address(self) -> str:
         """host:port of the API; with TLS its whole URL."""
-        return f"{'https://' if self.config.http_tls else ''}{self._advertised()}:{self.api.port}"
+        bound = parse_address(self.config.http, "--http")[0]
+        host = self._advertised() if bound in _ANYWHERE else bound
+        return f"{'https://' if self.config.http_tls else ''}{f'[{host}]' if ':' in host else host}:{self.api.port}"
 
     def _advertised(self) -> str:
         host = self.config.advertise or parse_address(self.config.beat, "--beat")[0]
-        return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  # compared, not bound
+        return socket.gethostname() if host in _ANYWHERE else host
 
     def _announce(self) -> None:
         """<state>/supervisor.json: where this process can be reached."""
