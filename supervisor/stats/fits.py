@@ -78,16 +78,20 @@ def fit_weibull(gaps_hours: list[float], censored_hours: list[float] | None = No
 
 
 def _scale(shape: float, observed: NDArray[np.float64], censored: NDArray[np.float64]) -> float:
+    return math.exp(_log_scale(shape, observed, censored))
+
+
+def _log_scale(shape: float, observed: NDArray[np.float64], censored: NDArray[np.float64]) -> float:
+    """Logarithm of the best scale: the scale itself overflows at the small shapes that the search for an interval visits."""
     largest = float(max(observed.max(), censored.max(initial=0.0)))
     total = float(((observed / largest) ** shape).sum() + ((censored / largest) ** shape).sum())
-    return largest * (total / len(observed)) ** (1 / shape)
+    return math.log(largest) + math.log(total / len(observed)) / shape
 
 
 def _profile(shape: float, observed: NDArray[np.float64], censored: NDArray[np.float64]) -> float:
     """Log-likelihood with the scale at its best for this shape."""
-    scale = _scale(shape, observed, censored)
     n = len(observed)
-    return n * math.log(shape) - n * shape * math.log(scale) + (shape - 1) * float(np.log(observed).sum()) - n
+    return n * math.log(shape) - n * shape * _log_scale(shape, observed, censored) + (shape - 1) * float(np.log(observed).sum()) - n
 
 
 def _edge(shape: float, top: float, observed: NDArray[np.float64], censored: NDArray[np.float64], side: int) -> float:

@@ -9,6 +9,9 @@ CSV columns (or keys of a JSON list of objects):
     planned       1 for planned stops, else 0 (default 0)
     incident      rows with one incident count as one failure (default: every row is its own)
     lost_seconds  wall time that the incident cost (default 0)
+    detect_seconds, recover_seconds   of it: until it was noticed, and from then to the first new step
+    node_age_hours                    how long the node had been in service
+    gpus                              GPUs that stood still (default: all of the job)
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 
-COLUMNS = ("at", "node", "component", "category", "planned", "incident", "lost_seconds")
+_MORE = ("detect_seconds", "recover_seconds", "node_age_hours", "gpus")
+COLUMNS = ("at", "node", "component", "category", "planned", "incident", "lost_seconds", *_MORE)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +41,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     planned: bool = False
     incident: str = ""
     lost_seconds: float = 0.0
+    detect_seconds: float | None = None
+    recover_seconds: float | None = None
+    node_age_hours: float | None = None
+    gpus: int = 0
+    """GPUs that stood still; 0: all of the job."""
     num_rows: int = 1
     """Rows that were folded into this incident: the first is the symptom, the others its victims."""
 
@@ -122,26 +131,39 @@ def _instant(value: Any, where: str) -> dt.datetime | float:
 
 
 def _failure(row: dict[str, Any], hour: float, where: str) -> Failure:
-    lost = str(row.get("lost_seconds") or "0").strip()
     planned = str(row.get("planned") or "0").strip().lower()
-    try:
-        lost_seconds = float(lost)
-    except ValueError as error:
-        raise ConfigurationError(f"lost_seconds = {lost!r} is not a number", where=where) from error
-    if not math.isfinite(lost_seconds) or lost_seconds < 0:
-        raise ConfigurationError(f"lost_seconds = {lost} must be finite and not negative", where=where)
     if planned not in ("0", "1", "true", "false", "yes", "no"):
         raise ConfigurationError(f"planned = {planned!r} is not 0 or 1", where=where)
     text = {key: str(row.get(key) or "").strip() for key in ("node", "component", "category", "incident")}
+    gpus = _number(row, "gpus", where)
     return Failure(
         at_hours=hour,
         planned=planned in ("1", "true", "yes"),
-        lost_seconds=lost_seconds,
+        lost_seconds=_number(row, "lost_seconds", where) or 0.0,
+        detect_seconds=_number(row, "detect_seconds", where),
+        recover_seconds=_number(row, "recover_seconds", where),
+        node_age_hours=_number(row, "node_age_hours", where),
+        gpus=int(gpus or 0),
         node=text["node"],
         component=text["component"],
         category=text["category"],
         incident=text["incident"],
     )
+
+
+def _number(row: dict[str, Any], name: str, where: str) -> float | None:
+    """A value >= 0; None when there is none."""
+    value = row.get(name)
+    text = "" if value is None else str(value).strip()
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name} = {text!r} is not a number", where=where) from error
+    if not math.isfinite(number) or number < 0:
+        raise ConfigurationError(f"{name} = {text} must be finite and not negative", where=where)
+    return number
 
 
 def _fold(failures: list[Failure]) -> tuple[Failure, ...]:

@@ -8,8 +8,9 @@ import math
 from typing import Any
 
 from regrow.errors import ConfigurationError
-from regrow.supervisor.stats import fits, rates
+from regrow.supervisor.stats import fits, more, rates
 from regrow.supervisor.stats.history import Failure, History
+from regrow.supervisor.stats.more import SaveCosts
 
 SMALL_SAMPLE = 10
 """Fewer failures than this: intervals are wide, shares are anecdotes."""
@@ -27,8 +28,16 @@ def build(
     gpus_per_node: int = 8,
     price_per_gpu_hour: float = 0.0,
     printed_shares: dict[str, float] | None = None,
+    exposure_gpu_hours: float | None = None,
+    node_hours: dict[str, float] | None = None,
+    costs: SaveCosts | None = None,
 ) -> dict[str, Any]:
     """Statistics of `history` over an observation of `gpus` GPUs from start to end.
+
+    Args:
+        exposure_gpu_hours: GPU-hours observed, when nodes came and went; default gpus x window.
+        node_hours: observed hours of each node, failed or not; default: all nodes over the whole window.
+        costs: what saves cost, for the interval that would have been best.
 
     Raises:
         ConfigurationError: no GPUs, end before start, or failures outside the window.
@@ -36,9 +45,10 @@ def build(
     start, end = _window(history.failures, start_hours, end_hours)
     if gpus < 1 or gpus_per_node < 1:
         raise ConfigurationError(f"{gpus} GPUs, {gpus_per_node} a node: both must be at least 1", where="--gpus, --gpus-per-node")
-    exposure = gpus * (end - start)
+    exposure = exposure_gpu_hours or gpus * (end - start)
     unplanned = [failure for failure in history.failures if not failure.planned]
     rate = rates.poisson_rate(len(unplanned), exposure)
+    num_nodes = len(node_hours) if node_hours else max(1, gpus // gpus_per_node)
     weibull = _weibull(unplanned, start, end)
     spread = rates.dispersion([failure.at_hours for failure in unplanned], start, end)
     lost_hours = sum(failure.lost_seconds for failure in history.failures) / 3600
@@ -48,7 +58,7 @@ def build(
         "exposure_gpu_hours": exposure,
         "window_hours": {"start": start, "end": end},
         "gpus": gpus,
-        "failures": _failures(history.failures, unplanned),
+        "failures": _failures(history.failures, unplanned, gpus),
         "rate_per_gpu_hour": {
             "point": rate.point,
             "lower95": rate.lower95,
@@ -59,9 +69,13 @@ def build(
         "mtbf_hours": _mtbf(rate, gpus),
         "weibull": _weibull_document(weibull),
         "dispersion": _dispersion_document(spread),
-        "goodput": _goodput(lost_hours, end - start, gpus, price_per_gpu_hour),
-        "nodes": _nodes(unplanned, max(1, gpus // gpus_per_node)),
+        "goodput": _goodput(history.failures, end - start, gpus, price_per_gpu_hour, exposure),
+        "nodes": _nodes(unplanned, num_nodes),
         "projection": _projection(rate),
+        "durations": more.durations(unplanned, gpus),
+        "survival": more.curves(unplanned, start, end, num_nodes, node_hours),
+        "age": more.by_age(unplanned, start, end, exposure),
+        "interval": more.interval(rate, gpus, costs),
         "incidents": [_incident(failure) for failure in history.failures],
         "warnings": warnings,
     }
@@ -86,7 +100,7 @@ def _window(failures: tuple[Failure, ...], start: float | None, end: float | Non
     return start, end
 
 
-def _failures(every: tuple[Failure, ...], unplanned: list[Failure]) -> dict[str, Any]:
+def _failures(every: tuple[Failure, ...], unplanned: list[Failure], gpus: int) -> dict[str, Any]:
     def by(key: str, weight: bool) -> dict[str, float]:
         counts: collections.Counter[str] = collections.Counter()
         for failure in unplanned:
@@ -104,6 +118,7 @@ def _failures(every: tuple[Failure, ...], unplanned: list[Failure]) -> dict[str,
         "by_component": by("component", weight=False),
         "share_by_component": {name: number / count for name, number in by("component", weight=False).items()},
         "lost_seconds_by_category": by("category", weight=True),
+        "lost_gpu_hours_by_category": more.lost_gpu_hours(unplanned, gpus),
         "victim_rows": sum(failure.num_rows - 1 for failure in every),
     }
 
@@ -150,13 +165,17 @@ def _mtbf(rate: rates.Rate, gpus: int) -> dict[str, Any]:
     return {**document, "scope": f"job of {gpus} GPUs, all causes"}
 
 
-def _goodput(lost_hours: float, span_hours: float, gpus: int, price: float) -> dict[str, Any]:
+def _goodput(every: tuple[Failure, ...], span_hours: float, gpus: int, price: float, exposure: float) -> dict[str, Any]:
+    lost_hours = sum(failure.lost_seconds for failure in every) / 3600
+    lost_gpu_hours = sum(failure.lost_seconds * (failure.gpus or gpus) for failure in every) / 3600
     known = lost_hours > 0
     return {
         "ettr": max(0.0, 1 - lost_hours / span_hours) if known else None,
         "lost_hours": lost_hours,
-        "lost_gpu_hours": lost_hours * gpus,
-        "cost": lost_hours * gpus * price if price else None,
+        "lost_gpu_hours": lost_gpu_hours,
+        "lost_share_of_exposure": lost_gpu_hours / exposure if known else None,
+        "cost": lost_gpu_hours * price if price else None,
+        "price_per_gpu_hour": price or None,
         "note": "ETTR from lost_seconds of the incidents" if known else "no lost_seconds in the input: goodput cannot be stated",
     }
 
@@ -198,6 +217,8 @@ def _incident(failure: Failure) -> dict[str, Any]:
         "planned": failure.planned,
         "incident": failure.incident,
         "lost_seconds": failure.lost_seconds,
+        "detect_seconds": failure.detect_seconds,
+        "recover_seconds": failure.recover_seconds,
         "victim_rows": failure.num_rows - 1,
     }
 

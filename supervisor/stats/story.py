@@ -110,8 +110,8 @@ class Node(msgspec.Struct, kw_only=True):
     slots: int
     devices: list[str]
     left_at: float | None = None
-    gpu_seconds: float = 0.0
-    """Connected time before `joined_at`, times slots."""
+    spans: list[tuple[float, float, int]] = []
+    """(from, to, slots) of earlier connections."""
 
 
 class JobStory(msgspec.Struct, kw_only=True):
@@ -126,7 +126,8 @@ class JobStory(msgspec.Struct, kw_only=True):
     frontier: int = 0
     state: str = ""
     reason: str = ""
-    marks: dict[str, float] = {}
+    passed: set[tuple[int, str, str]] = set()
+    """(generation, node, phase) that were seen: a node's first word counts."""
     save_seconds: list[float] = []
     """Stall of each snapshot."""
     write_seconds: list[float] = []
@@ -181,21 +182,21 @@ class Story:
                 known = Node(name=entry.node, first_joined_at=entry.at, joined_at=entry.at, slots=0, devices=[])
                 self.nodes[entry.node] = known
             elif known.left_at is None:
-                known.gpu_seconds += known.slots * (entry.at - known.joined_at)
+                known.spans.append((known.joined_at, entry.at, known.slots))
             known.joined_at, known.left_at = entry.at, None
             known.slots = int(entry.data.get("slots", known.slots))
             known.devices = [str(item) for item in entry.data.get("devices", known.devices)]
         elif entry.kind == "node_disconnected" and known is not None and known.left_at is None:
             known.left_at = entry.at
-            known.gpu_seconds += known.slots * (entry.at - known.joined_at)
+            known.spans.append((known.joined_at, entry.at, known.slots))
 
-    def gpu_seconds(self) -> float:
-        """Exposure: connected slots x time, up to the last entry."""
-        end = self.last_at or 0.0
-        return sum(
-            node.gpu_seconds + (node.slots * max(0.0, end - node.joined_at) if node.left_at is None else 0.0)
-            for node in self.nodes.values()
-        )
+    def gpu_seconds(self, start: float, end: float) -> float:
+        """Exposure within a window: connected slots x time. A node that is still connected counts up to the end."""
+        total = 0.0
+        for node in self.nodes.values():
+            spans = [*node.spans, *([(node.joined_at, end, node.slots)] if node.left_at is None else [])]
+            total += sum(slots * max(0.0, min(end, until) - max(start, since)) for since, until, slots in spans)
+        return total
 
     def _note(self, entry: Entry) -> None:
         if entry.kind not in EVIDENCE or not speaks(entry):
@@ -338,7 +339,7 @@ def _recorded(story: Story, job: JobStory, entry: Entry) -> None:
             restore_step=restored if restore else None,
         )
     )
-    job.marks, job.frontier, job.state = {}, restored, ""
+    job.passed, job.frontier, job.state = set(), restored, ""
 
 
 def _in_store(_story: Story, job: JobStory, entry: Entry) -> None:
@@ -349,7 +350,8 @@ def _in_store(_story: Story, job: JobStory, entry: Entry) -> None:
 
 def _phase(_story: Story, job: JobStory, entry: Entry) -> None:
     name = _MARKS.get(str(entry.data.get("phase", "")))
-    if name is not None:
+    if name is not None and (entry.generation, entry.node, name) not in job.passed:
+        job.passed.add((entry.generation, entry.node, name))
         _mark(job, entry.generation, name, entry.at)
 
 

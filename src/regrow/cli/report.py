@@ -1,16 +1,20 @@
-"""`regrow report`: post-mortem statistics of failures, from a CSV or JSON file."""
+"""`regrow report`: post-mortem of a job or a run folder, or statistics of failures from a CSV or JSON file."""
 
 from __future__ import annotations
 
 import datetime as dt
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regrow.cli import remote
 from regrow.cli.output import Json, emit, say
 from regrow.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from regrow.supervisor.stats.source import Source
 
 
 def register(app: typer.Typer) -> None:
@@ -19,42 +23,72 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    source: Annotated[str, typer.Argument(metavar="FILE", help="CSV or JSON of failures (columns at, node, component, category, ...).")],
-    gpus: Annotated[int, typer.Option(help="GPUs observed.")] = 0,
+    source: Annotated[
+        str, typer.Argument(metavar="JOB|PATH", help="CSV or JSON of failures, a run folder, a journal.sqlite, or a running job.")
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs observed (a journal knows).")] = 0,
     start: Annotated[str, typer.Option(help="Start of the observation: hours, or an ISO instant.")] = "",
     end: Annotated[str, typer.Option(help="End of the observation: hours, or an ISO instant.")] = "",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs in a node.")] = 8,
-    price: Annotated[float, typer.Option(help="Price of a GPU-hour, for the cost of lost time.")] = 0.0,
+    price: Annotated[float, typer.Option(help="Price of a GPU-hour, for the cost of lost time.", min=0)] = 0.0,
+    save_seconds: Annotated[float, typer.Option(help="Stall of one save, for the interval that would have been best.", min=0)] = 0.0,
+    restore_seconds: Annotated[float, typer.Option(help="Seconds from a failure to training again.", min=0)] = 0.0,
+    interval_seconds: Annotated[float, typer.Option(help="The save interval that was in use.", min=0)] = 0.0,
     shares: Annotated[str, typer.Option(help="JSON file {component: percent} of shares to check against the counts.")] = "",
     html: Annotated[str, typer.Option(help="Write a self-contained HTML page here.")] = "",
     markdown: Annotated[str, typer.Option(help="Write Markdown here.")] = "",
+    job: Annotated[str, typer.Option(help="Which job, when a journal has several.")] = "",
+    supervisor: remote.Address = "",
+    store: remote.StoreUrl = "",
+    cluster: remote.Cluster = "local",
     as_json: Json = False,
 ) -> None:
-    """Post-mortem statistics: rates with intervals, MTBF, batches, lemon nodes, lost GPU hours."""
-    from regrow.supervisor.stats import history, render
+    """Post-mortem: rates with intervals, MTTD and MTTR, batches, lemons, cost, and each incident with its evidence."""
+    from regrow.supervisor.stats import render
     from regrow.supervisor.stats import report as statistics
+    from regrow.supervisor.stats import source as sources
 
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigurationError(
-            "is no file", where=source, hint="give a CSV or JSON file of failures; `regrow job show` reports a live job"
-        )
+    found = sources.load(Path(source), job) if _is_path(source) else _live(source, supervisor, store, cluster)
+    gpus = gpus or found.gpus
     if gpus < 1:
         raise ConfigurationError("the number of GPUs observed is needed for a rate", where="--gpus", hint="for example --gpus 16384")
-    known = history.read(path)
+    known = found.history
+    costs = sources.costs(found, save_seconds=save_seconds, restore_seconds=restore_seconds, used_seconds=interval_seconds)
     document = statistics.build(
         known,
         gpus=gpus,
         start_hours=_hours(start, known.start_at, "--start"),
-        end_hours=_hours(end, known.start_at, "--end"),
+        end_hours=_hours(end, known.start_at, "--end") if end else found.end_hours,
         gpus_per_node=gpus_per_node,
         price_per_gpu_hour=price,
         printed_shares=_shares(shares),
+        exposure_gpu_hours=found.exposure_gpu_hours,
+        node_hours=found.node_hours,
+        costs=costs,
     )
-    for target, content in ((html, render.page(document, f"Failures: {path.stem}")), (markdown, render.markdown(document))):
+    document["journal_incidents"] = sources.incidents(found)
+    title = f"Failures: {found.name}"
+    for target, content in ((html, render.page(document, title)), (markdown, render.markdown(document, title))):
         if target:
             _write(target, content)
     emit(document, as_json=as_json, human=lambda: _print(render.text(document)))
+
+
+def _is_path(source: str) -> bool:
+    """A name without a separator or suffix that is no file here is a job."""
+    return Path(source).exists() or "/" in source or Path(source).suffix in (".csv", ".json", ".sqlite")
+
+
+def _live(job: str, supervisor: str, store: str, cluster: str) -> Source:
+    """What the supervisor still has in memory (its newest 20,000 entries)."""
+    import msgspec
+
+    from regrow.supervisor.journal import Entry
+    from regrow.supervisor.stats import source as sources
+
+    base = remote.find(supervisor, store, cluster)
+    document = remote.get(base, "/v1/events", limit=20_000)
+    return sources.of_entries(msgspec.convert(document["events"], list[Entry]), job=job, name=job)
 
 
 def _print(text: str) -> None:
