@@ -11,7 +11,7 @@ run() {
     [ "$result" = passed ] || exit 1
 }
 run lint sh -c "$bin/ruff check . && $bin/ruff format --check . && $bin/lint-imports"
-for suite in kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web observe e2e; do
+for suite in kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web observe chaos e2e; do
     [ -n "$(find "tests/$suite" -name 'test_*.py' 2>/dev/null | head -n 1)" ] || continue
     run "$suite" $bin/pytest -q -m "not soak and not gpu" "tests/$suite"
 done

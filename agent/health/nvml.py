@@ -14,6 +14,7 @@ import pynvml
 
 from regrow.agent.health.boot import boot_id
 from regrow.agent.health.sample import DeviceSample, GpuProcess, LinkSample, NodeSample, XidEvent
+from regrow.agent.health.xid import normal_bus_id
 from regrow.wire import Device
 
 T = TypeVar("T")
@@ -355,12 +356,3 @@ def _address(handle: Any) -> str:
     from ctypes import c_void_p, cast
 
     return str(cast(handle, c_void_p).value)
-
-
-def normal_bus_id(text: str) -> str:
-    """A PCI address in one form: `0000:1b:00.0`, whatever domain width and case NVML or the kernel use."""
-    parts = text.strip().lower().split(":")
-    if len(parts) != 3:
-        return text.strip().lower()
-    tail = parts[2] if "." in parts[2] else f"{parts[2]}.0"
-    return f"{int(parts[0], 16):04x}:{parts[1]}:{tail}"

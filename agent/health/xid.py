@@ -93,11 +93,19 @@ def parse(text: str, at: float) -> XidSeen | None:
     if match is None:
         return None
     pid = _PID.search(text)
-    bus = match.group(1).lower()
-    bus = bus if "." in bus else f"{bus}.0"
+    bus = normal_bus_id(match.group(1))
     return XidSeen(
         code=int(match.group(2)), at=at, pci_bus_id=bus, pid=int(pid.group(1)) if pid else 0, text=match.group(3) or "", source="kernel"
     )
+
+
+def normal_bus_id(text: str) -> str:
+    """A PCI address in one form: `0000:1b:00.0`, whatever domain width and case NVML or the kernel use."""
+    parts = text.strip().lower().split(":")
+    if len(parts) != 3:
+        return text.strip().lower()
+    tail = parts[2] if "." in parts[2] else f"{parts[2]}.0"
+    return f"{int(parts[0], 16):04x}:{parts[1]}:{tail}"
 
 
 def recovery_action(text: str) -> str:

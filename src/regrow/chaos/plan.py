@@ -126,6 +126,50 @@ kind = "writer_kill"
 [[fault]]
 kind = "shim_kill"
 """,
+    "storage": """
+name = "storage"
+[cluster]
+nodes = 3
+[[fault]]
+kind = "storage_gone"
+quiet_seconds = 12
+[[fault]]
+kind = "checkpoint_flip"
+""",
+    "silence": """
+name = "silence"
+[cluster]
+nodes = 3
+[[fault]]
+kind = "agent_pause"
+quiet_seconds = 8
+[[fault]]
+kind = "supervisor_pause"
+quiet_seconds = 8
+[[fault]]
+kind = "etcd_pause"
+quiet_seconds = 8
+""",
+    "corruption": """
+name = "corruption"
+[cluster]
+nodes = 4
+[[fault]]
+kind = "worker_nan"
+[[fault]]
+kind = "kernel_noise"
+quiet_seconds = 5
+[[fault]]
+kind = "kernel_xid"
+xid = 95
+[[fault]]
+kind = "flip_bit"
+where = "parameter"
+[[fault]]
+kind = "worker_hang"
+phase = "save"
+within_seconds = 180
+""",
     "workers": """
 name = "workers"
 [cluster]

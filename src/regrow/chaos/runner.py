@@ -20,6 +20,7 @@ from regrow.agent.health.fake_nvml.control import FakeNvml
 from regrow.chaos.kinds import Kind
 from regrow.chaos.plan import Fault, Plan
 from regrow.chaos.score import Card, Shot, card
+from regrow.chaos.surroundings import Surroundings
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.local.cluster import ClusterPlan, LocalCluster
 from regrow.local.launch import Follower, submit
@@ -34,10 +35,12 @@ _ORDERS: dict[str, Callable[[Fault], dict[str, Any]]] = {
     "worker_hang": lambda fault: {"kind": "hang", "phase": fault.phase},
     "worker_raise": lambda _: {"kind": "raise"},
     "worker_slow": lambda fault: {"kind": "slow", "ratio": fault.ratio, "steps": fault.steps},
+    "worker_nan": lambda _: {"kind": "nan"},
     "flip_bit": lambda fault: {"kind": "flip_bit", "where": fault.where, "when": fault.when, "bit": fault.bit},
 }
 _ADMIN = {
     "worker_kill": "kill_worker",
+    "checkpoint_flip": "kill_worker",
     "worker_stop": "stop_worker",
     "agent_kill": "kill_agent",
     "shim_kill": "kill_shim",
@@ -53,7 +56,16 @@ class Runner:
         self._root = root.absolute()
         self._plain = plain
         self._random = random.Random(plan.seed)  # noqa: S311 - repeatable, not secret
-        self._cluster = LocalCluster(ClusterPlan(root=self._root, nodes=plan.cluster.nodes, slots=plan.cluster.slots, fake_nvml=True))
+        self._surroundings = Surroundings(self._root)
+        self._cluster = LocalCluster(
+            ClusterPlan(
+                root=self._root,
+                nodes=plan.cluster.nodes,
+                slots=plan.cluster.slots,
+                fake_nvml=True,
+                env=(("REGROW_AGENT_KERNEL_LOG", str(self._surroundings.kernel_log)),),
+            )
+        )
         self._shots: list[Shot] = []
         self._seen: dict[str, float] = {}
 
@@ -76,6 +88,7 @@ class Runner:
                         await self._shoot(fault, follower)
                     return await self._judge(cluster, time.monotonic() - began)
                 finally:
+                    self._surroundings.heal()
                     following.cancel()
                     await asyncio.gather(following, return_exceptions=True)
 
@@ -84,10 +97,14 @@ class Runner:
     def _prepare(self) -> None:
         if self._root.exists() and any(self._root.iterdir()):
             raise ConfigurationError("the folder is not empty", where=str(self._root), hint="give another --run-dir")
+        self._surroundings.prepare()
         for number, node in enumerate(self._cluster.plan.node_names()):
             state = self._cluster.nvml_state(node)
             state.parent.mkdir(parents=True, exist_ok=True)
-            FakeNvml(state).write(devices=self._plan.cluster.slots, node=number)
+            fake = FakeNvml(state)
+            fake.write(devices=self._plan.cluster.slots, node=number)
+            for index in range(self._plan.cluster.slots):  # all nodes read one kernel log: an address names one GPU
+                fake.set_device(index, pci_bus_id=f"{number + 1:08X}:{index + 1:02X}:00.0")
 
     def _specification(self) -> wire.JobSpec:
         job = self._plan.job
@@ -123,18 +140,30 @@ class Runner:
         at = time.monotonic()
         shot = Shot(kind=fault.kind, node=node, rank=rank, at=at, deadline_seconds=fault.deadline_seconds)
         try:
+            if fault.kind == "checkpoint_flip":
+                await self._reached(follower, lambda _: self._surroundings.num_checkpoints() >= 2, _SETTLE_SECONDS)
+                self._surroundings.flip_newest_checkpoint()
             await self._inject(fault, node, rank)
         except OperationalError as error:
             self._shots.append(msgspec.structs.replace(shot, injected=False, detail=str(error)))
             return
         seen = await self._first_incident(fault.truth, fault, follower, known)
+        self._surroundings.heal()
         if seen is not None:
             shot = msgspec.structs.replace(shot, seen_at=self._seen[seen["id"]], incident=seen)
             went_on = await self._reached(follower, lambda now: _recovered(now, seen["id"]), _RECOVER_SECONDS)
         else:
             went_on = await self._reached(follower, lambda now: int(now.get("step") or 0) >= step + 2, _RECOVER_SECONDS)
+        shot = msgspec.structs.replace(shot, incident=self._now(follower, shot))
         await self._undo(fault, node)
         self._shots.append(msgspec.structs.replace(shot, went_on=went_on))
+
+    @staticmethod
+    def _now(follower: Follower, shot: Shot) -> dict[str, Any] | None:
+        """The incident as it is now: a leader that comes later does not know those of an earlier term."""
+        if shot.incident is None:
+            return None
+        return next((one for one in follower.document.get("incidents", []) if one["id"] == shot.incident["id"]), shot.incident)
 
     async def _settled(self, follower: Follower) -> None:
         generation, step = follower.document.get("generation"), int(follower.document.get("step") or 0)
@@ -185,6 +214,9 @@ class Runner:
             await self._ask_agent(node, _ADMIN[fault.kind], rank, signal=fault.signal)
         elif fault.kind.startswith("nvml_"):
             self._hurt_gpu(fault, FakeNvml(self._cluster.nvml_state(node)))
+        elif fault.kind in ("kernel_xid", "kernel_noise"):
+            device = FakeNvml(self._cluster.nvml_state(node)).read()["devices"][0]
+            self._surroundings.say_in_kernel_log(fault.kind, fault.xid, str(device["pci_bus_id"]))
         else:
             await self._others()[fault.kind](node)
 
@@ -192,6 +224,10 @@ class Runner:
         return {
             "node_kill": self._cluster.kill_node,
             "preempt": self._preempt,
+            "agent_pause": self._pause_agent,
+            "supervisor_pause": self._pause_supervisor,
+            "etcd_pause": self._pause_etcd,
+            "storage_gone": self._hide_storage,
             "supervisor_kill": self._kill_supervisor,
             "etcd_kill": self._kill_etcd,
         }
@@ -220,6 +256,24 @@ class Runner:
     async def _kill_etcd(self, _node: str) -> None:
         assert self._cluster.etcd is not None
         self._cluster.etcd.send_signal(signal.SIGKILL)
+
+    async def _pause_agent(self, node: str) -> None:
+        self._pause(self._cluster.children[f"agent {node}"].pid)
+
+    async def _pause_supervisor(self, _node: str) -> None:
+        self._pause(self._cluster.children["supervisor"].pid)
+
+    async def _pause_etcd(self, _node: str) -> None:
+        assert self._cluster.etcd is not None
+        self._pause(self._cluster.etcd.pid)
+
+    def _pause(self, pid: int | None) -> None:
+        if pid is None:
+            raise OperationalError("it does not run", where="chaos")
+        self._surroundings.pause(pid)
+
+    async def _hide_storage(self, _node: str) -> None:
+        self._surroundings.hide_storage()
 
     async def _undo(self, fault: Fault, node: str) -> None:
         """Nodes come back so that the next fault finds a cluster; condemned GPUs stay condemned."""
