@@ -91,6 +91,9 @@ class Collector:
             return self._give_up(step, f"node {message.node}: {message.reason}")
         if step in self._void:
             return Collected(kind="void", step=step, reason=self._void[step])
+        newest = max(self._complete, default=-1)
+        if step < newest:  # its record would come after the newer one's and be taken for the newest
+            return self._give_up(step, f"superseded by step {newest}")
         problem = self._problem(message)
         if problem:
             return self._give_up(step, problem)

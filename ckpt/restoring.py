@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from regrow.wire import GenerationSpec, RestorePoint
 
 log = logging.getLogger("regrow.ckpt.restore")
 ACCEPT_VARIABLE = "REGROW_ACCEPT"
+VISIBLE_SECONDS = 5.0
+"""How long attributes of network file systems are commonly cached, and a little more."""
+_LOOK_SECONDS = 0.05
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -60,10 +64,7 @@ def open_point(folder: str, point: RestorePoint) -> Opened:
         DamagedCheckpointError: it is not there, not as committed, or another one.
     """
     directory = Path(folder) / point.directory
-    try:
-        record = read_record(directory)
-    except FileNotFoundError as error:
-        raise DamagedCheckpointError("has no record: it is not a checkpoint", where=str(directory)) from error
+    record = _await_record(directory)
     if point.record_digest and record.digest != point.record_digest:
         raise DamagedCheckpointError("is not the checkpoint that was decided on (record digest differs)", where=str(directory))
     reason = set_aside_reason(directory)
@@ -71,6 +72,20 @@ def open_point(folder: str, point: RestorePoint) -> Opened:
         raise DamagedCheckpointError(reason, where=str(directory), hint="an older checkpoint is taken")
     manifests = read_manifests(directory, record)
     return Opened(directory, record, manifests, source_of(manifests))
+
+
+def _await_record(directory: Path) -> Record:
+    """Somebody else saw this record: a network file system may show it here a little later."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        try:
+            return read_record(directory)
+        except FileNotFoundError as error:
+            if time.monotonic() >= deadline:
+                raise DamagedCheckpointError(
+                    f"has no record, also {VISIBLE_SECONDS:.0f} s later: it is not a checkpoint", where=str(directory)
+                ) from error
+        time.sleep(_LOOK_SECONDS)
 
 
 def check_names(opened: Opened, names: Collection[str]) -> None:

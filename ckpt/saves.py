@@ -96,10 +96,13 @@ class Saves:
         return found
 
     def supersede(self, key: Key) -> list[Key]:
-        """A step is durable: older ones of its generation that still wait fail. Returns those."""
+        """A step is durable: older ones of its generation that still wait fail. Returns those.
+
+        One whose manifest is being written is left alone: its files are whole, and the committing agent says that it is too late.
+        """
         found: list[Key] = []
         for other, save in self._saves.items():
-            if other[:2] == key[:2] and other[2] < key[2]:
+            if other[:2] == key[:2] and other[2] < key[2] and not save.reported:
                 save.failure = save.failure or f"superseded by step {key[2]}"
                 save.submitted.update(save.hello.local_ranks)
                 found.append(other)

@@ -55,6 +55,15 @@ def test_all_ranks_or_none(messages, kinds):
     assert [collector.add(message).kind for message in messages] == kinds
 
 
+def test_an_older_step_that_comes_late_is_void():
+    """Its record would get the higher sequence and be restored instead of the newer step."""
+    collector = Collector(spec_of(1))
+    newer, older = (report(step, ranks=(0,), world_size=1) for step in (7, 6))
+    assert collector.add(newer).kind == "complete"
+    late = collector.add(older)
+    assert (late.kind, late.reason) == ("void", "superseded by step 7")
+
+
 def test_what_the_collector_tells():
     collector = Collector(spec_of(4))
     assert collector.add(report(1)).missing == (2, 3)

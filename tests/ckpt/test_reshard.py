@@ -57,6 +57,9 @@ def test_any_sharding_to_any_other(data):
                     checkpoint.read(box, memoryview(memory))
                     part = arrays[box.name][tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
                     assert memory == part.tobytes()
+                    local = torch.full(box.sizes[::-1], -1.0).permute(tuple(reversed(range(len(box.sizes)))))  # not contiguous
+                    load_items(Path(report.directory), checkpoint.source, [Item(box, local)])
+                    assert local.numpy().tobytes() == part.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,22 @@ async def test_a_slow_writer_skips_loudly_and_never_mixes_steps(make_writer, mak
         assert np.count_nonzero(values == np.float32(entry.step)) >= 64 * 1024
 
 
+async def test_a_step_that_is_overtaken_while_its_manifest_is_written(make_writer, make_producer, make_committer, tmp_path):
+    """Step 2 becomes durable before step 1: the newest checkpoint is step 2, whole, and step 1 is void."""
+    writer = await make_writer(faults="publish.node-n0.json.write:slow=1.5:1")
+    committer = await make_committer(spec_of(1), [writer])
+    rank = make_producer(writer, local_ranks=(0,))
+    assert rank.save(1)
+    assert rank.save(2)
+    assert (await committer.until("complete")).step == 2
+    outcome = await committer.until("void")
+    assert (outcome.step, outcome.reason) == (1, "superseded by step 2")
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    assert entry.step == 2
+    assert verify(Path(entry.directory)).valid
+
+
 async def test_a_killed_trainer_loses_no_submitted_snapshot(make_writer, make_producer, make_committer, tmp_path):
     """Its submitted snapshot becomes durable, its leased arena comes back, its unfinished step is void."""
     writer = await make_writer(faults="shard.write:slow=0.3:0")
