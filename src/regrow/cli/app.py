@@ -17,6 +17,7 @@ MODULES = (
     "run",
     "agent",
     "supervisor",
+    "status",
     "job",
     "node",
     "events",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from regrow.cli import remote
+from regrow.cli import remote, tables
 from regrow.cli.output import Json, dumps, emit
 
 
@@ -34,7 +34,10 @@ def events(
         return
     try:
         for entry in remote.stream(base, "/v1/events", follow=1, after=after, job=job):
-            sys.stdout.write((dumps(entry) if as_json else line(entry)) + "\n")
+            if as_json:
+                sys.stdout.write(dumps(entry) + "\n")
+            else:
+                _print([entry])
             sys.stdout.flush()
     except KeyboardInterrupt:
         return
@@ -49,5 +52,7 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def _print(entries: list[dict[str, Any]]) -> None:
+    """One line an entry, never wrapped: it is made for grep. On a terminal orders stand out from facts."""
+    screen = tables.console()
     for entry in entries:
-        sys.stdout.write(line(entry) + "\n")
+        screen.print(line(entry), style="bold" if "seq" in entry.get("data", {}) else "", soft_wrap=True)

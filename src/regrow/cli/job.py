@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from regrow.cli import remote
+from regrow.cli import complete, remote, tables
 from regrow.cli.output import Json, emit
 from regrow.errors import ConfigurationError, OperationalError
 
-Name = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", autocompletion=complete.jobs)]
 
 
 def register(app: typer.Typer) -> None:
@@ -154,27 +154,38 @@ def _order(job: str, command: str, supervisor: str, store: str, cluster: str, as
 
 
 def _table(jobs: list[dict[str, Any]]) -> None:
-    for job in jobs:
-        loss = f"loss {job['loss']:.4f}" if job["loss"] is not None else ""
-        sys.stdout.write(f"{job['job']:<24} {job['state']:<11} step {job['step']:<8} {job['mesh']:<18} {loss}\n")
+    rows = [
+        (job["job"], job["state"], job["step"], job["mesh"] or "-", f"{job['loss']:.4f}" if job["loss"] is not None else "-")
+        for job in jobs
+    ]
+    screen = tables.console()
+    screen.print(tables.table(("job", "state", "#step", "mesh", "#loss"), rows) if rows else "no job")
 
 
 def _details(job: dict[str, Any]) -> None:
-    sys.stdout.write(f"job {job['job']}: {job['state']}, generation {job['generation']}, step {job['step']}, mesh {job['mesh'] or '-'}\n")
+    screen = tables.console()
+    screen.print(f"job {job['job']}: {job['state']}, generation {job['generation']}, step {job['step']}, mesh {job['mesh'] or '-'}")
     if job["reason"]:
-        sys.stdout.write(f"  {job['reason']}\n")
-    for node in job["nodes"]:
-        ranks = f"ranks {node['ranks'][0]}-{node['ranks'][-1]}" if node["ranks"] else ""
-        sys.stdout.write(f"  {node['node']:<16} {node['state']:<12} {ranks} {node['why']}\n")
-    for item in job["incidents"]:
-        spans = " ".join(f"{name} {seconds:.2f}" for name, seconds in item["phases"].items())
-        seconds = f"{item['seconds']:.2f} s" if item["seconds"] is not None else "open"
-        sys.stdout.write(
-            f"  incident {item['id']}: {item['kind']} {item['node']} ({item['cause']}), {seconds}: {spans}\n    {item['text']}\n"
-        )
+        tables.indented(screen, f"{job['reason']}")
+    tables.indented(
+        screen,
+        f"goodput {tables.percent(job['goodput'])}, ETTR {tables.percent(job['ettr'])}, {job['restarts']} restarts charged,"
+        f" {job['lost_steps']} steps lost",
+    )
     checkpoint = job["checkpoint"]
     if checkpoint["step"] is not None:
-        sys.stdout.write(f"  checkpoint of step {checkpoint['step']}, {checkpoint['age_seconds']:.0f} s old\n")
+        verified = f", newest verified: step {checkpoint['verified_step']}" if checkpoint["verified_step"] is not None else ""
+        tables.indented(screen, f"checkpoint of step {checkpoint['step']}, {tables.ago(checkpoint['age_seconds'])} old{verified}")
+    screen.print()
+    nodes = [(node["node"], node["state"], tables.ranks(node["ranks"]) or "-", node["why"]) for node in job["nodes"]]
+    screen.print(tables.table(("node", "state", "ranks", "why not"), nodes) if nodes else "no node")
+    for item in job["incidents"]:
+        spans = ", ".join(f"{name} {seconds:.2f}" for name, seconds in item["phases"].items())
+        seconds = f"{item['seconds']:.2f} s" if item["seconds"] is not None else "open" if not item["closed"] else "closed"
+        screen.print()
+        screen.print(f"incident {item['id']}: {item['kind']} {item['node']} ({item['cause']}), {seconds}")
+        tables.indented(screen, f"{item['text']}")
+        tables.indented(screen, f"{item['rung'] or 'no answer yet'}; {item['lost_steps'] or 0} steps computed again; {spans}")
     outcome = job["outcome"]
     if outcome and outcome.get("traceback"):
         sys.stdout.write(f"rank {outcome['rank']} on {outcome['node']}:\n{outcome['traceback']}\n")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from regrow.cli import remote
+from regrow.cli import complete, remote, tables
 from regrow.cli.output import Json, emit
+from regrow.cli.status import node_table
 
-Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
+Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=complete.nodes)]
 
 
 def register(app: typer.Typer) -> None:
@@ -73,12 +73,26 @@ def _order(node: str, command: str, supervisor: str, store: str, cluster: str, a
 
 
 def _table(nodes: list[dict[str, Any]]) -> None:
-    for node in nodes:
-        jobs = ", ".join(f"{job['job']} ranks {job['ranks'][0]}-{job['ranks'][-1]}" for job in node["jobs"] if job["ranks"])
-        why = (node["quarantine"] or {}).get("reason", "") or node["unusable"] or node["health"].get("reason", "")
-        sys.stdout.write(f"{node['node']:<20} {node['state']:<12} {node['slots']:>3} slots  {jobs}{'  ' + why if why else ''}\n")
+    screen = tables.console()
+    screen.print(node_table(nodes) if nodes else "no node")
 
 
 def _details(node: dict[str, Any]) -> None:
-    for name, value in node.items():
-        sys.stdout.write(f"{name:<16} {value}\n")
+    screen = tables.console()
+    health, record = node["health"], node["quarantine"]
+    screen.print(f"node {node['node']}: {node['state']}, {node['slots']} slots, {node['address'] or 'no address'}")
+    if node["silent_seconds"] is not None:
+        tables.indented(screen, f"silent for {tables.ago(node['silent_seconds'])}")
+    if node["unusable"]:
+        tables.indented(screen, f"unusable: {node['unusable']}")
+    tables.indented(screen, f"health {health['state']}{': ' + health['reason'] if health['reason'] else ''}")
+    for text in health["evidence"]:
+        tables.indented(screen, f"- {text}")
+    if record is not None:
+        tables.indented(screen, f"{record['state']}, strike {record['strikes']}: {record['reason']} ({record['key']})")
+    runs = [f"{job['job']} rank {rank}" for job in node["jobs"] for rank in job["ranks"]]
+    rows = [
+        (slot, uuid, runs[slot] if slot < len(runs) else "idle", "suspect" if uuid in health["device_uuids"] else "")
+        for slot, uuid in enumerate(node["devices"] or ["-"] * node["slots"])
+    ]
+    screen.print(tables.table(("#slot", "GPU", "runs", ""), rows))
