@@ -16,7 +16,7 @@ for suite in kernel local stats core golden parallel ckpt_interval sim health co
     run "$suite" $bin/pytest -q -m "not soak and not gpu" "tests/$suite"
 done
 for suite in tests/*/; do
-    case " kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web observe e2e gpu data __pycache__ " in
+    case " kernel local stats core golden parallel ckpt_interval sim health contract security deploy integrations agent worker supervisor ckpt parallel_runtime web observe chaos e2e gpu data __pycache__ " in
         *" $(basename "$suite") "*) ;;
         *) echo "tests/$(basename "$suite") is not in tools/test.sh" >&2; exit 1 ;;
     esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from regrow.agent import exits
 from regrow.agent.config import AgentSettings
 from regrow.agent.health.fake_nvml.control import FakeNvml
 from regrow.agent.protocol import WorkerState
-from regrow.agent.watch import open_health
+from regrow.agent.watch import HealthSource, open_health
 
 
 def state(status: int, log: Path, pid: int = 7) -> WorkerState:
@@ -70,6 +71,16 @@ def test_pids_in_the_kernels_words(line: str) -> None:
     assert exits.oom_kills_of(["eth0: Link is up 4711"]) == frozenset()
 
 
+async def until(health: HealthSource, state: str) -> None:
+    """Watch until the verdict is so; the probe child ends with it."""
+    done = asyncio.Event()
+    task = asyncio.create_task(health.run(lambda verdict: done.set() if verdict.state == state else None))
+    async with asyncio.timeout(30):
+        await done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_a_kernel_log_file_is_followed_with_a_fake_nvml_and_both_xids_are_one(fake: FakeNvml, tmp_path: Path) -> None:
     log = tmp_path / "kern.log"
     log.write_text("before\n")
@@ -84,14 +95,7 @@ async def test_a_kernel_log_file_is_followed_with_a_fake_nvml_and_both_xids_are_
     assert exits.oom_kills_of(health.kernel_lines()) == {42}
     fake.set_xid(0, 79)
     await health.prepare()
-    import asyncio
-
-    done = asyncio.Event()
-    task = asyncio.create_task(health.run(lambda verdict: done.set() if verdict.state == "unhealthy" else None))
-    async with asyncio.timeout(30):
-        await done.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await until(health, "unhealthy")
     counts = [known.xids[79].count for known in health.history().devices.values() if 79 in known.xids]
     assert counts == [1]
 
@@ -99,5 +103,5 @@ async def test_a_kernel_log_file_is_followed_with_a_fake_nvml_and_both_xids_are_
 async def test_the_hosts_own_log_says_nothing_on_a_fakes_gpus(fake: FakeNvml, tmp_path: Path) -> None:
     settings = AgentSettings(node="n", store="memory://", state=tmp_path, fake_nvml=str(fake.path), kernel_log="/dev/null")
     health = open_health(settings)
-    await health.prepare()
+    await until(health, "healthy")
     assert health.kernel_lines() == ()
