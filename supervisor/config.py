@@ -8,6 +8,7 @@ from typing import Any
 
 from regrow import security, settings
 from regrow.errors import ConfigurationError
+from regrow.supervisor import archive
 from regrow.supervisor.core import observe
 from regrow.supervisor.core.policy import Policy
 
@@ -38,6 +39,8 @@ class SupervisorConfig:
     """Without a beat for this long a node is suspect."""
     observe_only: str = ""
     """Automatic actions that are only written down, comma separated: quarantine, growth, drain, recovery."""
+    archive: str = ""
+    """URL of a PostgreSQL that gets every journal entry once: postgresql://USER@HOST:PORT/DATABASE. Empty: only the state folder."""
     adopt: bool = False
     """Rebuild a store that was emptied, or restored from an older snapshot, from what agents run and from storage."""
     tls_certificate: str = ""
@@ -99,6 +102,8 @@ def _check(config: SupervisorConfig) -> None:
     if config.tls_key:
         security.check_readable(config.tls_key, "[supervisor] tls_key")
         security.check_private(config.tls_key, "[supervisor] tls_key")
+    if config.archive:
+        archive.driver(config.archive)
     for name in ("beat", "http"):
         parse_address(getattr(config, name), f"--{name}")
 

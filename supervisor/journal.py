@@ -9,6 +9,7 @@ import queue
 import sqlite3
 import threading
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.archived: Callable[[], None] = lambda: None
+        """Called by the journal's thread when entries are in the file."""
         self._ring: deque[Entry] = deque(maxlen=_RING)
         self._followers: set[asyncio.Queue[Entry | None]] = set()
         self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
@@ -143,6 +146,7 @@ class Journal:
                         database.executemany("insert or ignore into events values (?,?,?,?,?,?,?,?)", rows)
                 except sqlite3.Error:
                     log.exception("%d journal entries are not archived", len(rows))
+                self.archived()
                 if None in batch:
                     return
 

@@ -22,6 +22,7 @@ from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
 from regrow.supervisor import adoption, loading
 from regrow.supervisor.api import Routes
+from regrow.supervisor.archive import Archive
 from regrow.supervisor.auth import Guard, Identity, Tokens
 from regrow.supervisor.beat_server import BeatServer, Connection
 from regrow.supervisor.config import SupervisorConfig, parse_address
@@ -65,6 +66,7 @@ class Supervisor:
         self.metrics = Metrics(policy)
         self.term: Term | None = None
         self.journal = Journal(Path(config.state) / "journal.sqlite" if config.state else None)
+        self._archive: Archive | None = None
         self.store: Store | None = store
         self._owns_store = store is None
         tls = _tls(config, clients_show=True)
@@ -106,6 +108,8 @@ class Supervisor:
             self._on_leaving()
             self._retract()
             self.journal.close()
+            if self._archive is not None:
+                self._archive.close()
             await self.beats.stop()
             await self.api.stop()
             if self._owns_store:
@@ -115,6 +119,11 @@ class Supervisor:
         try:
             Path(self.config.state).mkdir(parents=True, exist_ok=True)
             self.journal.open()
+            if self.config.archive:
+                path = Path(self.config.state) / "journal.sqlite"
+                self._archive = Archive(self.config.archive, path, cluster=self.config.cluster, supervisor=self.name)
+                self.journal.archived = self._archive.wake
+                self._archive.start()
         except OSError as error:
             raise ConfigurationError(
                 f"cannot be used: {error.strerror}", where=f"--state {self.config.state}", hint="give a folder that this user may write"

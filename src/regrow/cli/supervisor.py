@@ -30,6 +30,7 @@ def supervisor(
     advertise: Annotated[str | None, typer.Option(help="Host under which agents reach this supervisor.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of this supervisor.")] = None,
     ttl: Annotated[float | None, typer.Option(help="Leader lease in seconds: a standby takes over within it.")] = None,
+    archive: Annotated[str | None, typer.Option(help="PostgreSQL URL that gets every journal entry once.")] = None,
     adopt: Annotated[
         bool | None, typer.Option("--adopt", help="Rebuild an emptied or older store from what agents run and from storage.")
     ] = None,
@@ -49,6 +50,7 @@ def supervisor(
         "advertise": advertise,
         "name": name,
         "ttl": ttl,
+        "archive": archive,
         "adopt": adopt,
     }
     loaded, policy, story = settings.load(config, flags)
