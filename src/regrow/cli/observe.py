@@ -50,10 +50,16 @@ def observe(
     if pace < 0 or pace > 1:
         raise ConfigurationError(f"{pace} is not a share", where="--pace", hint="above 0 and at most 1")
     binaries()
+    if chaos:
+        from regrow.chaos import plan
+
+        plan.load(chaos)
     started = session.command(chaos, demo=demo, root=Path(run_dir))
     factor = pace or (_FACTOR_OF_A_SHORT_RUN if started else 1.0)
     find = session.of_run(Path(run_dir)) if started else lambda: remote.find(supervisor, store, cluster)
     known = "" if started else find()
+    if known:
+        remote.get(known, "/healthz")
     options = session.Options(
         root=Path(run_dir),
         started=started,
@@ -69,7 +75,7 @@ def observe(
 
 
 def _tell(addresses: dict[str, str], options: Options) -> None:
-    say(f"Prometheus    {addresses['alerts']}")
+    say(f"Prometheus    {addresses['alerts_page']}")
     say(f"Alertmanager  {addresses['alertmanager']} (amtool --alertmanager.url={addresses['alertmanager']} alert)")
     say(f"files         {addresses['root']} (rules with all times x {options.factor:.3g})")
     say(addresses["grafana"])
@@ -79,7 +85,7 @@ def _tell(addresses: dict[str, str], options: Options) -> None:
 def _story(document: dict[str, Any]) -> None:
     write = sys.stdout.write
     if document["run_exit_code"] is not None:
-        write(f"the run ended with {document['run_exit_code']}\n")
+        write(f"the run ended with {document['run_exit_code']}; its output is in {document['root']}/run.log\n")
     if not document["alerts"]:
         write("no alert fired\n")
         return

@@ -81,7 +81,10 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> di
     over = False
 
     def find() -> str | None:
-        return None if over else options.find()
+        try:
+            return None if over else options.find()
+        except ConfigurationError:  # a local run that came to its end: nothing to scrape
+            return None
 
     every = 1 if options.factor < 1 else 15
     plan = Plan(
@@ -101,7 +104,7 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> di
         begin = time.time()
         addresses = {
             "prometheus": stack.prometheus,
-            "alerts": await stack.alerts_page(),
+            "alerts_page": await stack.alerts_page(),
             "alertmanager": stack.alertmanager,
             "root": str(stack.root),
         }

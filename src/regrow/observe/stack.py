@@ -201,20 +201,23 @@ class Stack:
         """Keep the target list. Nobody answers: it stays, so that `up` tells. No cluster at all: it is empty."""
         known = "[]\n"
         while True:
-            base = await asyncio.to_thread(self._plan.find)
-            text = known
-            if base is None:
-                text = "[]\n"
-            else:
-                with contextlib.suppress(httpx.HTTPError, ValueError):
-                    answer = await self._api.get(f"{base}/v1/prometheus/targets")
-                    text = json.dumps(answer.json()) + "\n" if answer.is_success else known
+            text = await self._targets(known)
             if text != known:
                 known = text
                 fresh = self.root / "targets.new"
                 fresh.write_text(text, encoding="utf-8")
                 fresh.replace(self.root / "targets.json")
             await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _targets(self, known: str) -> str:
+        try:
+            base = await asyncio.to_thread(self._plan.find)
+            if base is None:
+                return "[]\n"
+            answer = await self._api.get(f"{base}/v1/prometheus/targets")
+            return json.dumps(answer.json()) + "\n" if answer.is_success else known
+        except (OperationalError, httpx.HTTPError, ValueError):
+            return known
 
     # --- asking
 
