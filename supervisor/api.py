@@ -33,6 +33,7 @@ JOB_COMMANDS = {"stop": "stop", "save-and-stop": "save-and-stop", "pause": "paus
 NODE_COMMANDS = ("cordon", "uncordon", "drain", "clear")
 _MAX_BODY = 4 * 1024 * 1024
 _PING_SECONDS = 10.0
+_MAX_DIGITS = 18
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -318,7 +319,7 @@ def _number(request: Request, name: str) -> int | None:
     text = request.query_params.get(name)
     if text is None or text == "":
         return None
-    if not text.isdigit():
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise ConfigurationError(f"{name} = {text!r} is not a number", where=str(request.url.path))
     return int(text)
 

@@ -52,7 +52,14 @@ class ApiServer:
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="none"
+            self._app,
+            log_config=None,
+            access_log=False,
+            forwarded_allow_ips="127.0.0.1",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            ws="none",
+            loop="none",
         )
         config.load()
         config.ssl = self._tls

@@ -70,7 +70,10 @@ def read(path: Path) -> History:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot be read: {error}", where=str(path), hint="give a CSV or JSON file of failures") from error
-    rows = _json_rows(text, path) if path.suffix == ".json" else _csv_rows(text, path)
+    try:
+        rows = _json_rows(text, path) if path.suffix == ".json" else _csv_rows(text, path)
+    except csv.Error as error:
+        raise ConfigurationError(f"is not CSV: {error}", where=str(path), hint="is a quotation mark left open?") from error
     return _history(rows, path)
 
 
