@@ -56,6 +56,9 @@ class AgentSettings:
     followed, never the host's own log."""
     health_seconds: float = 5.0
     """Between two health probes; 0: none."""
+    preflight_seconds: float = 20.0
+    """Budget of the check of memory, matrix product, disk and GPUs before this node joins; 0: none. Not made when workers of an
+    agent that ran here before may still be at work."""
 
     tls_certificate: str = ""
     """PEM file of this node's certificate: beats and reports to other nodes go over TLS, both sides known."""

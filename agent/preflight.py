@@ -17,27 +17,15 @@ from pathlib import Path
 import msgspec
 
 from regrow.agent.health import base, policy
-from regrow.agent.health.burnin import CheckResult
+from regrow.agent.health.burnin_result import CheckResult
 from regrow.agent.health.history import History
+from regrow.agent.health.preflight_report import UNFINISHED, Preflight
 from regrow.agent.health.prober import Prober
 
 _BURNIN = "regrow.agent.health.burnin"
 _CONNECT_SECONDS = 3.0
 
 Pair = tuple[str, str]
-
-
-class Preflight(msgspec.Struct, frozen=True, kw_only=True):
-    """The report. `ok` only when every check ran and passed within the budget."""
-
-    ok: bool
-    seconds: float
-    checks: tuple[CheckResult, ...]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What failed, one line each."""
-        return tuple(f"{one.name}: {one.detail}" for one in self.checks if not one.ok)
 
 
 async def run(
@@ -102,7 +90,7 @@ async def _burn_in(state_dir: Path, budget: float, memory_bytes: int, matrix: in
     finally:
         await _stop(child)
     if problem:
-        done.append(CheckResult(name="burn_in", ok=False, seconds=time.monotonic() - began, detail=problem))
+        done.append(CheckResult(name=UNFINISHED, ok=False, seconds=time.monotonic() - began, detail=problem))
     return done
 
 

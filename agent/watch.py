@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from regrow.agent import layout, preflight
 from regrow.agent.config import AgentSettings
 from regrow.agent.health.history import History
 from regrow.agent.health.monitor import HealthMonitor
+from regrow.agent.health.preflight_report import Preflight
 from regrow.agent.health.sample import NodeSample
 from regrow.wire import Device, HealthVerdict
+
+_log = logging.getLogger("regrow.agent")
 
 _PREPARE_SECONDS = 15.0
 _TEARDOWN_SECONDS = 15.0
@@ -119,8 +127,9 @@ class NoHealth:
 class MonitoredHealth:
     """A `HealthMonitor` as source."""
 
-    def __init__(self, monitor: HealthMonitor) -> None:
+    def __init__(self, monitor: HealthMonitor, check: Callable[[], Awaitable[Preflight | None]] | None = None) -> None:
         self._monitor = monitor
+        self._check = check
         self._killed_at: float | None = None
 
     def devices(self) -> tuple[Device, ...]:
@@ -132,7 +141,10 @@ class MonitoredHealth:
         return self._monitor.verdict
 
     async def prepare(self) -> None:
-        """The first look; a probe that hangs is a verdict as well."""
+        """The check before joining, then the first look; a probe that hangs is a verdict as well."""
+        report = await self._check() if self._check is not None else None
+        if report is not None:
+            self._monitor.note_preflight(report)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PREPARE_SECONDS):
                 await self._monitor.prepare()
@@ -191,4 +203,30 @@ def open_health(settings: AgentSettings) -> HealthSource:
     if kernel_log is not None and not _believed(kernel_log, fake):
         kernel_log = None
     monitor = HealthMonitor(settings.state, period_seconds=settings.health_seconds, fake_state=fake, kmsg=kernel_log)
-    return MonitoredHealth(monitor)
+    return MonitoredHealth(monitor, functools.partial(_preflight, settings) if settings.preflight_seconds > 0 else None)
+
+
+async def _preflight(settings: AgentSettings) -> Preflight | None:
+    """The check before joining, told in the log and in <state>/preflight.json; None: workers may be at work here."""
+    if await _answers(layout.NodePaths(settings.state).shim_socket):
+        _log.info("preflight skipped: an earlier agent's workers may be at work")
+        return None
+    fake = Path(settings.fake_nvml) if settings.fake_nvml else None
+    report = await preflight.run(settings.state, fake_state=fake, budget_seconds=settings.preflight_seconds)
+    for problem in report.problems:
+        _log.warning("preflight problem: %s", problem)
+    _log.info("preflight ok=%s seconds=%.1f checks=%s", report.ok, report.seconds, [one.name for one in report.checks])
+    try:
+        (settings.state / "preflight.json").write_bytes(msgspec.json.encode(report))
+    except OSError as error:
+        _log.warning("preflight report not written: %s", error.strerror)
+    return report
+
+
+async def _answers(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(str(path))
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -24,19 +24,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from regrow.agent.health.burnin_result import CheckResult
+
 FAULT_VARIABLE = "REGROW_PREFLIGHT_FAULT"
 _DISK_BYTES = 4 << 20
 _PATTERNS = (0x0000000000000000, 0xFFFFFFFFFFFFFFFF, 0x5555555555555555, 0xAAAAAAAAAAAAAAAA)
 _ROWS, _COLUMNS = 7, 5
-
-
-class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished check."""
-
-    name: str
-    ok: bool
-    seconds: float
-    detail: str = ""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from regrow.agent.health.classify import classify
 from regrow.agent.health.findings import Finding
 from regrow.agent.health.kmsg import KernelLine, KernelLog
 from regrow.agent.health.policy import Policy, default
+from regrow.agent.health.preflight_report import Preflight, findings_of
 from regrow.agent.health.prober import Prober, probe_once
 from regrow.agent.health.sample import NodeSample, XidEvent
 from regrow.agent.health.xid import XidSeen
@@ -88,6 +89,7 @@ class HealthMonitor:
         self._processes_at: float | None = None
         self._saved_at: float | None = None
         self._host_findings: tuple[Finding, ...] = ()
+        self._standing: tuple[Finding, ...] = ()
         self.sample: NodeSample | None = None
         """The last sample, for metrics."""
         self.host: host.HostSample | None = None
@@ -119,6 +121,11 @@ class HealthMonitor:
     def note_busy(self, busy: bool) -> None:
         """Whether a job of ours runs on this node: an idle GPU with a reset pending is not given to a job; a busy one goes on."""
         self._busy = busy
+        self._wake.set()
+
+    def note_preflight(self, report: Preflight) -> None:
+        """What the check before joining found holds until the next one, which the next start of the agent makes."""
+        self._standing = findings_of(report)
         self._wake.set()
 
     def note_reset(self, uuid: str, *, by: str = "reset") -> None:
@@ -177,7 +184,7 @@ class HealthMonitor:
                 xids=(*seen, *told),
                 events=tuple(one for one in events if one.kind != base.XID_EVENT),
                 kernel=tuple(kernel),
-                host=self._host_findings,
+                host=(*self._host_findings, *self._standing),
                 teardowns=tuple(self._teardowns),
                 idle=None if self._busy is None else not self._busy,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,10 @@ import pytest
 
 from regrow.agent import exits
 from regrow.agent.config import AgentSettings
+from regrow.agent.health import burnin
+from regrow.agent.health.burnin_result import CheckResult
 from regrow.agent.health.fake_nvml.control import FakeNvml
+from regrow.agent.health.preflight_report import Preflight, findings_of
 from regrow.agent.protocol import WorkerState
 from regrow.agent.watch import HealthSource, open_health
 
@@ -105,3 +109,24 @@ async def test_the_hosts_own_log_says_nothing_on_a_fakes_gpus(fake: FakeNvml, tm
     health = open_health(settings)
     await until(health, "healthy")
     assert health.kernel_lines() == ()
+
+
+@pytest.mark.parametrize(("fault", "state", "reason"), [("", "healthy", ""), ("matmul", "unhealthy", "preflight_failed: matmul")])
+async def test_a_node_is_checked_before_it_joins(
+    fault: str, state: str, reason: str, fake: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(burnin.FAULT_VARIABLE, fault)
+    health = open_health(AgentSettings(node="n", store="memory://", state=tmp_path, fake_nvml=str(fake.path)))
+    await health.prepare()
+    assert health.verdict().state == state
+    assert health.verdict().reason.startswith(reason)
+    report = json.loads((tmp_path / "preflight.json").read_text())
+    assert report["ok"] == (not fault)
+    assert {one["name"] for one in report["checks"]} >= {"gpus", "memory", "matmul", "disk"}
+    await until(health, state)
+
+
+def test_a_check_that_did_not_end_in_time_condemns_nobody() -> None:
+    late = CheckResult(name="burn_in", ok=False, seconds=20, detail="no end within 20 s")
+    (found,) = findings_of(Preflight(ok=False, seconds=20, checks=(late,)))
+    assert (found.state, found.action) == ("degraded", "watch")

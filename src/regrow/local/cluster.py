@@ -120,6 +120,8 @@ class LocalCluster:
         for node in self.plan.node_names():
             await loop.run_in_executor(None, kill_marked, MARK, str(self.node_state(node)))
         if self._lock is not None:
+            if self.short_root != self.root:
+                self.short_root.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -176,6 +178,8 @@ class LocalCluster:
             ) from error
         self._lock.write(f"{os.getpid()}\n")
         self._lock.flush()
+        if self.short_root != self.root:
+            _link(self.short_root, self.root)
 
     async def _start_child(self, recipe: Recipe) -> Child:
         assert self._lifeline is not None
@@ -185,7 +189,7 @@ class LocalCluster:
         return child
 
     def _environment(self, mark: Path) -> dict[str, str]:
-        return {"PYTHONUNBUFFERED": "1", MARK: str(mark), **dict(self.plan.env)}
+        return {"PYTHONUNBUFFERED": "1", "REGROW_AGENT_PREFLIGHT_SECONDS": "0", MARK: str(mark), **dict(self.plan.env)}
 
     async def _start_store(self) -> str:
         self.etcd = EmbeddedEtcd(self.root / "etcd")
@@ -255,10 +259,12 @@ def _short(root: Path) -> Path:
     """A path of the same folder that leaves room for socket names: a symlink in the temp folder when needed."""
     if len(str(root)) <= MAX_SOCKET_PATH:
         return root
-    link = Path(tempfile.gettempdir()) / f"regrow-{os.getuid()}-{hashlib.sha256(str(root).encode()).hexdigest()[:10]}"
+    return Path(tempfile.gettempdir()) / f"regrow-{os.getuid()}-{hashlib.sha256(str(root).encode()).hexdigest()[:10]}"
+
+
+def _link(short: Path, root: Path) -> None:
     with contextlib.suppress(FileExistsError):
-        link.symlink_to(root)
-    if link.resolve() != root.resolve():
-        link.unlink()
-        link.symlink_to(root)
-    return link
+        short.symlink_to(root)
+    if short.resolve() != root.resolve():
+        short.unlink()
+        short.symlink_to(root)
