@@ -30,6 +30,7 @@ JOB = "chaos"
 _SETTLE_SECONDS = 180.0
 _RECOVER_SECONDS = 180.0
 _INJECT_SECONDS = 10.0
+_STOP_SECONDS = 20.0
 
 _ORDERS: dict[str, Callable[[Fault], dict[str, Any]]] = {
     "worker_hang": lambda fault: {"kind": "hang", "phase": fault.phase},
@@ -86,11 +87,18 @@ class Runner:
                     for number, fault in enumerate(self._plan.fault, 1):
                         view.note(f"fault {number} of {len(self._plan.fault)}: {fault.kind}", "bold red")
                         await self._shoot(fault, follower)
-                    return await self._judge(cluster, time.monotonic() - began)
+                    verdict = await self._judge(cluster, time.monotonic() - began)
+                    await self._end(cluster, following)
+                    return verdict
                 finally:
                     self._surroundings.heal()
                     following.cancel()
                     await asyncio.gather(following, return_exceptions=True)
+
+    async def _end(self, cluster: LocalCluster, following: asyncio.Task[dict[str, Any]]) -> None:
+        """Stop the job on order: nodes that go while it runs would be one more failure to whoever watches."""
+        await cluster.api.post(f"/v1/jobs/{JOB}/stop")
+        await asyncio.wait((following,), timeout=_STOP_SECONDS)
 
     # --- before
 
