@@ -35,6 +35,7 @@ def agent(
     fake_nvml: Annotated[str | None, typer.Option(metavar="FILE", help="State file of a fake NVML (demo and tests).")] = None,
     kernel_log: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel log to follow; empty: none.")] = None,
     health_seconds: Annotated[float | None, typer.Option(help="Between two health probes; 0: none.")] = None,
+    preflight_seconds: Annotated[float | None, typer.Option(help="Budget of the check before this node joins; 0: none.")] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with a table [agent].")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print what is set and why, and exit.")] = False,
     as_json: Json = False,
