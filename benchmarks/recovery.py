@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Self
 
@@ -249,7 +249,7 @@ def recover(system: System, settle_steps: int = 15) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running(system: System) -> Iterator[System]:
+def running(system: System) -> Generator[System]:
     """Ends it, whatever happens."""
     try:
         yield system
@@ -321,6 +321,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5, help="faults a round in each Regrow system")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended, too
     end = time.monotonic() + (QUICK_SECONDS if args.quick else 3600.0 * 6)
     samples: dict[str, list[dict[str, Any]]] = {}
     floors: list[float] = []

@@ -85,7 +85,7 @@ def floors(args: argparse.Namespace, rank: int, path: Path) -> None:
     """The floor: processes that are there destroy their group, make a new one, load and take a step. Nobody has to find out,
     agree, stop or start. Seconds of the slowest rank go to OUT/floor.json."""
     model, optimizer = build()
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # the launcher's store, which outlives the group
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # it outlives the group
     world = dist.get_world_size()
     update(model, optimizer, 1, rank, args.pause)
     if rank == 0:
@@ -96,7 +96,8 @@ def floors(args: argparse.Namespace, rank: int, path: Path) -> None:
         dist.barrier()
         began = time.monotonic()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"floor{number}", store), rank=rank, world_size=world)
+        prefixed = dist.PrefixStore(f"floor{number}", store)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world)
         dist.new_group(backend="gloo")  # Regrow's workers have a second group for their orders
         load(path, model, optimizer)
         update(model, optimizer, 2, rank, args.pause)
