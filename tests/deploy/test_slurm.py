@@ -78,6 +78,7 @@ def seen(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_a_lost_node_a_notice_and_a_job_that_cannot_run(slurm: Any) -> None:
     template, log = str(ROOT / "deploy/slurm/regrow.sbatch"), slurm.root / "steps"
     common = ("sbatch", "--parsable", f"--chdir={slurm.root}", f"--output={slurm.root}/%j.out")

@@ -51,6 +51,8 @@ def run_all(*, members: int = 1, deadline_seconds: float = 10.0) -> list[Check]:
         lambda: gpus(deadline_seconds),
         kernel_log,
         clock,
+        certificates,
+        cluster_tools,
     )
     return [check() for check in (*single, *machine)]
 
@@ -217,3 +219,21 @@ def clock() -> Check:
             "clock", "note", "not synchronised: times in logs of several hosts will not line up", "run chrony or systemd-timesyncd"
         )
     return Check("clock", "ok", f"synchronised, offset {abs(offset or 0.0) * 1e3:.1f} ms")
+
+
+_TOOLS = {"systemctl": "systemd", "sbatch": "Slurm", "kubectl": "Kubernetes", "etcdctl": "etcd backup"}
+
+
+def certificates() -> Check:
+    """Whether `regrow certs` can make certificates here; daemons use them without it."""
+    if importlib.util.find_spec("cryptography") is None:
+        return Check("certificates", "note", "`regrow certs` needs the package cryptography", "pip install 'regrow[security]'")
+    return Check("certificates", "ok", f"cryptography {importlib.metadata.version('cryptography')}")
+
+
+def cluster_tools() -> Check:
+    """Which forms of deployment this machine has the tools for. None is needed to run."""
+    found = [text for name, text in _TOOLS.items() if shutil.which(name)]
+    lacking = [f"{text} ({name})" for name, text in _TOOLS.items() if not shutil.which(name)]
+    detail = f"found: {', '.join(found) or 'none'}" + (f"; not here: {', '.join(lacking)}" if lacking else "")
+    return Check("cluster tools", "note" if lacking else "ok", detail, "docs/deploy-*.md say what each form needs" if lacking else "")
