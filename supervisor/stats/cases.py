@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from regrow.supervisor import documents
-from regrow.supervisor.stats.story import Case, JobStory, seconds_lost
+from regrow.supervisor.stats.parts import Case, JobStory
+from regrow.supervisor.stats.story import seconds_lost
 
 _HARDWARE = frozenset(("node_health", "at_rest_mismatch"))
 _DIRECT = frozenset(("workers_exited", "restore_was_refused", "start_was_refused", "non_finite_seen", "command_given", "node_leaving"))

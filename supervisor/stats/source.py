@@ -16,7 +16,8 @@ from regrow.supervisor.core import phases
 from regrow.supervisor.journal import Entry
 from regrow.supervisor.stats.history import Failure, History, read
 from regrow.supervisor.stats.more import SaveCosts
-from regrow.supervisor.stats.story import Case, JobStory, Story, seconds_lost
+from regrow.supervisor.stats.parts import Case, JobStory
+from regrow.supervisor.stats.story import Story, seconds_lost
 
 _ARCHIVES = ("journal.sqlite", "supervisor/journal.sqlite", "*/supervisor/journal.sqlite")
 

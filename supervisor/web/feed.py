@@ -18,7 +18,8 @@ from regrow.release import VERSION
 from regrow.supervisor import documents
 from regrow.supervisor.core.view import JobView, Member, NodeView, View
 from regrow.supervisor.journal import Entry, Journal
-from regrow.supervisor.stats.story import Story, words
+from regrow.supervisor.stats.parts import words
+from regrow.supervisor.stats.story import Story
 
 log = logging.getLogger("regrow.supervisor.web")
 

@@ -113,7 +113,7 @@ async def test_report_of_what_is_not_there(cluster: Any) -> None:
 
 def test_a_worker_that_was_torn_down_is_no_evidence() -> None:
     from regrow.supervisor.journal import Entry
-    from regrow.supervisor.stats.story import speaks
+    from regrow.supervisor.stats.parts import speaks
 
     def entry(**how: Any) -> Entry:
         found = wire.WorkerExit(rank=0, local_rank=0, pid=1, **how)
