@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.launcher import Run
+from tests.e2e.launcher import TEST_MARK, Run
 
 from regrow.ckpt import catalog
+from regrow.processes import marked
 
 ROOT = Path(__file__).parents[2]
 TOY = Path(__file__).with_name("toy.py")
@@ -167,6 +171,45 @@ def test_kill_of_any_part(launch: Callable[..., Run], tmp_path: Path, twin: dict
     if part in KEEPS_TRAINING:
         assert not restored, f"{part} restarted the workers: {run.story()}"
     assert run.gone(5.0) == []
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 22))])
+def test_random_kills_of_any_process(launch: Callable[..., Run], tmp_path: Path, twin: dict[int, float], seed: int) -> None:
+    """One process after another, whichever it is, at random moments: nothing committed is lost, nothing hangs, nothing is left."""
+    chance = random.Random(seed)
+    steps = 400
+    run = launch(*toy(tmp_path, steps, "--max-restarts", "50"))
+    run.until(lambda: (run.job("toy").get("checkpoint") or {}).get("step"), "a committed checkpoint")
+    story: list[str] = []
+    floors: list[tuple[int, int]] = []
+    for _ in range(6):
+        least = (run.job("toy").get("step") or 0) + chance.randint(5, 25)
+        document = run.until(partial(run_beyond, run, least), f"step {least} after {story}")
+        floors.append((len(lines(tmp_path)), document["checkpoint"]["step"]))
+        pid = chance.choice(sorted(set(marked(TEST_MARK, run.mark)) - {run.process.pid}))
+        story.append(f"{pid} {command_of(pid)}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert run.wait() == 0, f"{story}\n{run.story()}"
+    assert_like_twin(lineage(tmp_path), twin, steps)
+    logs = lines(tmp_path)
+    for num_generations, committed in floors:
+        assert all(log[0]["restored"] >= committed for log in logs[num_generations:]), story
+    assert run.gone(5.0) == []
+
+
+def run_beyond(run: Run, least: int) -> dict[str, Any] | None:
+    """The job's document once it is at this step."""
+    document = run.job("toy")
+    return document if (document.get("step") or 0) >= least else None
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, for messages."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80]
+    except OSError:
+        return "gone"
 
 
 def test_killed_launcher_leaves_nothing_and_the_next_run_resumes(
