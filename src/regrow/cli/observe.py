@@ -93,4 +93,6 @@ def _story(document: dict[str, Any]) -> None:
     for one in document["alerts"]:
         labels = " ".join(f"{name}={text}" for name, text in sorted(one["labels"].items()) if name != "cluster")
         to = f"{one['to_seconds']:.0f} s" if one["cleared"] else "firing"
-        write(f"{one['alert']:<26} {one['severity']:<7} {one['from_seconds']:>6.0f} s {to:>8}  {labels}\n")
+        write(
+            f"{one['alert']:<26} {one['severity']:<7} {one['from_seconds']:>6.0f} s {to:>8}  {labels}{' (silenced: the run came to its end)' if one['silenced'] else ''}\n"
+        )

@@ -9,6 +9,7 @@ import msgspec
 from regrow.observe.stack import Stack
 
 _FIRING = 'ALERTS{alertstate="firing",severity=~"page|ticket"}'
+_ENDS = 'ALERTS{alertstate="firing",alertname="RegrowClusterTeardown"}'
 _MOST_POINTS = 10_000
 
 
@@ -21,6 +22,8 @@ class Fired(msgspec.Struct, frozen=True, kw_only=True):
     from_seconds: float
     to_seconds: float
     cleared: bool
+    silenced: bool
+    """It began while the cluster came to its end on our own order: Alertmanager sent nothing."""
 
 
 _OWN = ("__name__", "alertname", "alertstate", "severity", "scope")
@@ -30,6 +33,8 @@ async def fired(stack: Stack, begin: float, end: float, step_seconds: float) -> 
     """All alerts (facts that only silence are left out) between two instants, seconds since 1970, oldest first."""
     step = max(step_seconds, (end - begin) / _MOST_POINTS)
     found = await stack.query(_FIRING, start=begin, end=end, step=step)
+    ends = await stack.query(_ENDS, start=begin, end=end, step=step)
+    ended_at = {series["metric"].get("cluster", ""): float(series["values"][0][0]) for series in ends}
     still = [series["metric"] for series in await stack.query(_FIRING, time=end)]
     result: list[Fired] = []
     for series in found:
@@ -43,6 +48,7 @@ async def fired(stack: Stack, begin: float, end: float, step_seconds: float) -> 
                 from_seconds=first - begin,
                 to_seconds=last - begin,
                 cleared=labels not in still,
+                silenced=first >= ended_at.get(labels.get("cluster", ""), float("inf")),
             )
         )
     return sorted(result, key=lambda one: (one.from_seconds, one.alert))
