@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: demo observe test setup system lint types soak bench clean
+.PHONY: demo observe test setup system lint types soak bench site clean
 
 demo: setup system ## Train, lose a node, continue, grow back, and prove that nothing was lost
 	$(BIN)/regrow demo $(DEMO)
@@ -35,6 +35,9 @@ soak: setup system
 
 bench: setup system
 	for script in benchmarks/*.py; do $(BIN)/python $$script --json || exit 1; done
+
+site: setup ## The documentation as a site in build/site
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist
