@@ -23,7 +23,7 @@ PHASES = ("fenced", "stopped", "started", "rendezvous", "restored")
 
 async def regrow(*arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "regrow", *arguments]
-    return await asyncio.to_thread(lambda: subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False))
+    return await asyncio.to_thread(lambda: subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False))
 
 
 async def two_incidents(cluster: Any) -> None:

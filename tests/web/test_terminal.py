@@ -23,7 +23,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 async def regrow(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "regrow", *arguments]
     where = {**os.environ, **environment}
-    return await asyncio.to_thread(lambda: subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=where))
+    return await asyncio.to_thread(lambda: subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=where))
 
 
 class Terminal:
