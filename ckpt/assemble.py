@@ -9,6 +9,8 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from regrow.ckpt import differences
+from regrow.ckpt.differences import FieldDifference
 from regrow.ckpt.envelope import ITEM_BYTES
 from regrow.ckpt.layout import Box, safetensors_dtype
 from regrow.ckpt.manifest import read_manifests, read_record
@@ -106,6 +108,15 @@ def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "model.", prog
     return 8 + len(text) + at
 
 
+def _fields(first: Checkpoint, second: Checkpoint) -> list[FieldDifference]:
+    pair = [differences.fields_of(one.record.facts, mesh=one.record.mesh, world_size=one.record.world_size) for one in (first, second)]
+    launched = [
+        [group for manifest in one.manifests for rank in manifest.ranks for group in rank.private.get("launched", [])]
+        for one in (first, second)
+    ]
+    return differences.compare(pair[0], pair[1]) + differences.compare_groups(launched[0], launched[1])
+
+
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """How two checkpoints differ."""
 
@@ -115,6 +126,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     changed: tuple[str, ...]
     equal: int
     facts: dict[str, tuple[Any, Any]]
+    fields: tuple[FieldDifference, ...] = ()
+    """What a launch of the second kind would be told when it restores the first."""
 
 
 def compare(first: Checkpoint, second: Checkpoint, *, progress: Progress | None = None) -> Difference:
@@ -143,5 +156,6 @@ def compare(first: Checkpoint, second: Checkpoint, *, progress: Progress | None 
         reshaped=tuple(reshaped),
         changed=tuple(changed),
         equal=len(common) - len(reshaped) - len(changed),
+        fields=tuple(_fields(first, second)),
         facts={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
     )

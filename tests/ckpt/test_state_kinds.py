@@ -11,6 +11,7 @@ import torch
 from ckpt_small import Small
 
 from regrow.ckpt import catalog, exchange
+from regrow.ckpt.assemble import Checkpoint, compare
 from regrow.ckpt.perrank import PerRank
 from regrow.ckpt.place import Place
 from regrow.ckpt.state import TrainState
@@ -226,6 +227,12 @@ def test_a_change_of_the_learning_rate_needs_a_flag(tmp_path, monkeypatch):
     assert {one.field: one.accepted for one in other.state.differences} == {"learning_rate": True, "optimizer.weight_decay": True}
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.1
     assert train(other, 8) == pytest.approx([2 * rate for rate in train(run, 8)], rel=1e-12)
+    other.save(11)
+    entries = [one for one in catalog.scan(tmp_path) if one.state == "restorable"]
+    with Checkpoint(Path(entries[1].directory)) as before, Checkpoint(Path(entries[0].directory)) as after:
+        fields = {one.field: (one.saved, one.now, one.rule) for one in compare(before, after).fields}
+    assert fields["learning_rate"] == (0.1, 0.2, "needs a flag")
+    assert fields.keys() == {"learning_rate", "optimizer.weight_decay"}
     monkeypatch.delenv("REGROW_ACCEPT")
     same = made(3, 0.1, point)
     same.state.restore()

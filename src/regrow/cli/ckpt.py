@@ -136,8 +136,11 @@ def _diff(first: Where, second: Where, json: Json = False) -> None:
         ):
             for name in names:
                 print(f"{what:<18} {name}")
-        for key, (mine, other) in result.facts.items():
-            print(f"{key:<18} {mine} -> {other}")
+        for key in ("job", "step", "samples", "generation"):
+            if key in result.facts:
+                print(f"{key:<18} {result.facts[key][0]} -> {result.facts[key][1]}")
+        for field in result.fields:
+            print(f"{field.field:<18} {field.saved} -> {field.now}  ({field.rule})")
         print(f"{result.equal} tensors are equal")
 
     document = {"first": str(places[0]), "second": str(places[1]), "difference": result}
