@@ -53,3 +53,16 @@ def test_wrong_input_is_exit_2(words: tuple[str, ...], named: str) -> None:
     assert done.returncode == 2
     assert named in done.stderr
     assert not done.stdout
+
+
+def test_curves_are_a_grid_and_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "curves.html"
+    done = regrow("--nodes", "4", "--days", "0.1", "--rate-per-gpu-hour", "0.01", "--seeds", "1", "--curves", str(page), "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["curves"]
+    assert len(rows) == 36
+    assert len({row["failures_per_day"] for row in rows}) == 4
+    assert page.read_text().count("<svg") == 3
+    refused = regrow("--trace", "llama3", "--curves", str(page))
+    assert refused.returncode == 2
+    assert "--curves" in refused.stderr

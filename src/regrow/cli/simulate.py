@@ -48,6 +48,9 @@ def simulate(
     constants: Annotated[Path | None, typer.Option(help="TOML with other delays (docs/simulator.md).", rich_help_panel=_COST)] = None,
     journal: Annotated[Path | None, typer.Option(help="Write every turn as a line of JSON.", rich_help_panel=_RUN)] = None,
     svg: Annotated[Path | None, typer.Option(help="Write lost time by phase as a picture.", rich_help_panel=_RUN)] = None,
+    curves: Annotated[
+        Path | None, typer.Option(help="36 points: recovery time x failure rate x interval, as a page.", rich_help_panel=_RUN)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Goodput of a policy on a failure trace, by the production decision core in virtual time."""
@@ -55,6 +58,9 @@ def simulate(
     from regrow.supervisor.sim import answer, show
 
     request = _request(flags)
+    if curves is not None:
+        _curves(request, curves, as_json=json)
+        return
     document = answer.compare(request) if compare else answer.answer(request)
     if svg is not None:
         show.svg(document, svg)
@@ -64,6 +70,19 @@ def simulate(
             typer.echo(line)
 
     emit(document, as_json=json, human=human)
+
+
+def _curves(request: Any, path: Path, *, as_json: bool) -> None:
+    from regrow.supervisor.sim import curves
+
+    document = curves.curves(request)
+    curves.page(document, path)
+
+    def human() -> None:
+        for line in curves.text(document):
+            typer.echo(line)
+
+    emit(document, as_json=as_json, human=human)
 
 
 def _request(flags: dict[str, Any]) -> Any:
