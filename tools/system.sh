@@ -3,18 +3,21 @@
 # Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl and etcdctl
 # (tests/deploy), PostgreSQL (tests/supervisor): from apt as root only.
 set -eu
+# With `all` as second argument: also what only tests and `make observe` use. The demo needs none of it.
 venv=$1
 missing=""
 command -v etcd >/dev/null 2>&1 || [ -x "$venv/bin/etcd" ] || missing="etcd-server"
 command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || [ -x "$venv/bin/python-zig" ] || missing="$missing gcc"
-{ command -v prometheus && command -v promtool; } >/dev/null 2>&1 || watching="prometheus"
-{ command -v prometheus-alertmanager || command -v alertmanager; } >/dev/null 2>&1 || watching="${watching:-} prometheus-alertmanager"
-{ command -v chromium || command -v google-chrome; } >/dev/null 2>&1 || watching="${watching:-} chromium"
-command -v systemd-analyze >/dev/null 2>&1 || watching="${watching:-} systemd"
-{ command -v slurmctld && command -v munged; } >/dev/null 2>&1 || watching="${watching:-} slurm-wlm munge"
-command -v kubectl >/dev/null 2>&1 || watching="${watching:-} kubernetes-client"
-command -v etcdctl >/dev/null 2>&1 || watching="${watching:-} etcd-client"
-{ command -v postgres || ls /usr/lib/postgresql/*/bin/postgres; } >/dev/null 2>&1 || watching="${watching:-} postgresql"
+if [ "${2:-}" = all ]; then
+    { command -v prometheus && command -v promtool; } >/dev/null 2>&1 || watching="prometheus"
+    { command -v prometheus-alertmanager || command -v alertmanager; } >/dev/null 2>&1 || watching="${watching:-} prometheus-alertmanager"
+    { command -v chromium || command -v google-chrome; } >/dev/null 2>&1 || watching="${watching:-} chromium"
+    command -v systemd-analyze >/dev/null 2>&1 || watching="${watching:-} systemd"
+    { command -v slurmctld && command -v munged; } >/dev/null 2>&1 || watching="${watching:-} slurm-wlm munge"
+    command -v kubectl >/dev/null 2>&1 || watching="${watching:-} kubernetes-client"
+    command -v etcdctl >/dev/null 2>&1 || watching="${watching:-} etcd-client"
+    { command -v postgres || ls /usr/lib/postgresql/*/bin/postgres; } >/dev/null 2>&1 || watching="${watching:-} postgresql"
+fi
 [ -n "$missing${watching:-}" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "setup: installing with apt-get:" $missing ${watching:-}
