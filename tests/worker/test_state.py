@@ -131,7 +131,8 @@ def test_damaged_checkpoint_ends_with_75(world: World, writer: Writer, agent: Fa
         for place in range(0, len(data), 64):
             data[place] ^= 1
         shard.write_bytes(data)
-    start(world, writer, interval=NEVER, generation=2, world_size=2, restore=point, env={"STEPS": "6"})
+    gone = f"{writer.socket}.gone"  # the writer that saved it would lend the right bytes from its arenas
+    start(world, writer, interval=NEVER, generation=2, world_size=2, restore=point, env={"STEPS": "6", "REGROW_WRITER": gone})
     assert 75 in world.codes()
     told = agent.of(wire.RestoreFailed)
     assert told
