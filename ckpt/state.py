@@ -81,8 +81,7 @@ class TrainState:
             facts: Plain facts that go into the record (batch recipe, fingerprint of the configuration …).
             back_pressure: What a save does while both arenas are in use: skip it, wait up to `wait_seconds`, or fail.
             wait_seconds: For "wait".
-            column_strips: Store large matrices as so many strips of columns: a restore that cuts columns anew then reads about
-                what it needs; the copy of a save takes longer (docs/checkpoint-format.md). The same on all ranks.
+            column_strips: Strips of columns that large matrices are stored as (docs/checkpoint-format.md). The same on all ranks.
             accept: Differences between launch and checkpoint that are meant (`regrow.ckpt.differences`); REGROW_ACCEPT adds to it.
             check_first_step: Refuse the first update when what was restored has been changed before it.
         """
