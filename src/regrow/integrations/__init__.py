@@ -1,0 +1,1 @@
+"""Bridges to the launchers and trainers that people already use."""
