@@ -65,7 +65,7 @@ def main() -> None:
         logging_steps=10,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
-        ddp_backend="nccl" if torch.cuda.is_available() else "gloo",
+        ddp_backend=("nccl" if torch.cuda.is_available() else "gloo") if "WORLD_SIZE" in os.environ else None,
         disable_tqdm=True,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=Lines(), callbacks=[Show()])
