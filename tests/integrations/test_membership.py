@@ -103,6 +103,19 @@ async def test_one_that_comes_back_before_anybody_moved_goes_on(member: Join) ->
     assert (a.count(), b.count(), a.picture().number) == (0, 0, 1)
 
 
+async def test_a_crash_of_the_store_changes_nothing(member: Join, etcd: EmbeddedEtcd) -> None:
+    a, b = await member("a", ttl_seconds=30.0), await member("b", ttl_seconds=30.0)
+    await both(a, b)
+    await etcd.kill()
+    assert (a.count(), b.count()) == (0, 0)
+    await etcd.restart()
+    await a._store.status()
+    assert (a.count(), b.count(), a.picture().number) == (0, 0, 1)
+    await b.leave()
+    await eventually(lambda: a.count() == 1)  # and changes are seen again
+    assert (await a.join(serve)).members == (a.id,)
+
+
 async def test_of_two_that_form_the_same_round_one_wins(member: Join, store: Store) -> None:
     a, b = await member("a"), await member("b")
     await asyncio.gather(a._want(1), b._want(1))
