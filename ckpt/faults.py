@@ -1,7 +1,7 @@
 """Fault hooks: places where a test can make storage fail, slow down, or kill the process, by environment only.
 
-REGROW_CKPT_FAULTS is a list of ``place:action[:nth]`` separated by commas. The action happens at the nth passage of
-the place (1: the first; 0: every passage). Actions: kill (SIGKILL to this process), stop (SIGSTOP), enospc, eio, erofs,
+REGROW_CKPT_FAULTS is a list of ``place:action[:nth[+]]`` separated by commas. The action happens at the nth passage of
+the place (1: the first; 0: every passage; 2+: the second and all later ones). Actions: kill (SIGKILL to this process), stop (SIGSTOP), enospc, eio, erofs,
 hang (for ever), slow=SECONDS. Without the variable `point` costs one comparison.
 """
 
@@ -23,6 +23,7 @@ class _Fault(msgspec.Struct):
     place: str
     action: str
     nth: int = 1
+    later: bool = False
     seen: int = 0
 
 
@@ -36,8 +37,9 @@ def parse(text: str) -> list[_Fault]:
     for part in filter(None, text.split(",")):
         words = part.split(":")
         if len(words) not in (2, 3):
-            raise ValueError(f"{VARIABLE}: {part!r} is not place:action[:nth]")
-        faults.append(_Fault(words[0], words[1], int(words[2]) if len(words) == 3 else 1))
+            raise ValueError(f"{VARIABLE}: {part!r} is not place:action[:nth[+]]")
+        nth = words[2] if len(words) == 3 else "1"
+        faults.append(_Fault(words[0], words[1], int(nth.removesuffix("+")), nth.endswith("+")))
     return faults
 
 
@@ -56,7 +58,7 @@ class Faults:
             if fault.place == place:
                 with self._lock:
                     fault.seen += 1
-                    due = fault.nth in (0, fault.seen)
+                    due = fault.nth in (0, fault.seen) or (fault.later and fault.seen >= fault.nth)
                 if due:
                     _act(fault.action, place)
 

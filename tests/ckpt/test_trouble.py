@@ -29,7 +29,7 @@ def point(folder: Path):
 
 async def test_storage_that_hangs_for_ever_stops_no_training(make_writer, make_committer, tmp_path):
     """Two snapshots wait in the arenas, the others are skipped and counted; the last good checkpoint stays what it was."""
-    writer = await make_writer(faults="shard.write:hang:2")
+    writer = await make_writer(faults="shard.write:hang:2+")
     committer = await make_committer(msgspec.structs.replace(spec_of(1), job="small"), [writer])
     small = Small(tmp_path, writer=writer.socket)
     small.train(1)

@@ -54,7 +54,8 @@ class StubAgent:
 
     @property
     def spare(self) -> str:
-        return f"127.0.0.1:{40_000 + self._spares}"
+        own = 100 * int("".join(letter for letter in self.node if letter.isdigit()) or 0)
+        return f"127.0.0.1:{40_000 + own % 20_000 + self._spares}"
 
     @property
     def ranks(self) -> list[int]:

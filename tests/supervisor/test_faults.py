@@ -115,12 +115,12 @@ async def form_and_finish(cluster: Cluster) -> wire.JobSpec:
 async def test_no_unused_store_delays_the_start_and_nothing_else(cluster: Cluster) -> None:
     await cluster.supervisor()
     await cluster.leading()
-    await cluster.start("n0", "n1")
-    await cluster.submit(mesh=MeshShape(dp=4))
-    await cluster.generation(1, num_nodes=2)
+    await cluster.start("n0")
+    await cluster.submit(mesh=MeshShape(dp=2), max_nodes=1)
+    await cluster.generation(1, num_nodes=1)
     assert cluster.agents["n0"].order.master_address == "127.0.0.1:40000"
     cluster.agents["n0"].exit(0, signal=9)
-    await cluster.generation(2, num_nodes=2)
+    await cluster.generation(2, num_nodes=1)
     assert cluster.agents["n0"].order.master_address == "127.0.0.1:40001"
 
 

@@ -17,6 +17,9 @@ from typing import Any
 from scene import form
 from stub_agent import eventually
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A suite that was started in the background of a shell ignores it, and so would all that it starts."""
+
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
