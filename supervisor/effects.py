@@ -30,7 +30,7 @@ from regrow.supervisor.beat_server import Connection
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.records import LedgerRecord
-from regrow.supervisor.core.view import View
+from regrow.supervisor.core.view import Incident, View
 from regrow.supervisor.keys import Keys
 
 log = logging.getLogger("regrow.supervisor.effects")
@@ -45,6 +45,13 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """/jobs/<job>/members/<generation>/<chunk>: ranks on nodes."""
 
     nodes: dict[str, tuple[wire.WorkerAssignment, ...]]
+    version: int = wire.PROTOCOL_VERSION
+
+
+class Incidents(msgspec.Struct, frozen=True, kw_only=True):
+    """/jobs/<job>/incidents: the newest ones, oldest first, written when one opens, goes over to another generation or closes."""
+
+    items: tuple[Incident, ...]
     version: int = wire.PROTOCOL_VERSION
 
 

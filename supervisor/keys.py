@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Keys:
-    """The contract of design.md section 5, and two keys more: `epoch` (the highest term) and `cordons/<node>`."""
+    """The contract of design.md section 5, and three keys more: `epoch` (the highest term), `cordons/<node>` and `jobs/<job>/incidents`."""
 
     def __init__(self, cluster: str) -> None:
         self.root = f"/regrow/{cluster}"
@@ -19,7 +19,7 @@ class Keys:
         self.automation = f"{self.root}/automation"
 
     def job(self, job: str, what: str) -> str:
-        """spec, generation, ledger or command of a job."""
+        """spec, generation, ledger, command or incidents of a job."""
         return f"{self.jobs}{job}/{what}"
 
     def members(self, job: str, generation: int, chunk: int) -> str:

@@ -15,7 +15,7 @@ from regrow.errors import OperationalError
 from regrow.store.base import Listing, Store
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
-from regrow.supervisor.effects import Cordon, Members
+from regrow.supervisor.effects import Cordon, Incidents, Members
 from regrow.supervisor.keys import Keys
 
 log = logging.getLogger("regrow.supervisor.loading")
@@ -80,6 +80,7 @@ async def _job(keys: Keys, listing: Listing, name: str, now: float) -> tuple[e.J
         for item in chunks:
             chunk = _read(item.key, item.value, Members)
             members |= chunk.nodes if chunk is not None else {}
+    incidents = _value(items, "incidents", Incidents)
     over = ledger is not None and bool(ledger.state)
     loaded = e.JobLoaded(
         at=now,
@@ -87,6 +88,7 @@ async def _job(keys: Keys, listing: Listing, name: str, now: float) -> tuple[e.J
         generation=generation.spec if generation is not None and not over else None,
         members=members if not over else {},
         ledger=ledger,
+        incidents=incidents.items if incidents is not None else (),
         command=command.command if command is not None else "run",
         checkpoints=found.checkpoints,
         num_damaged=found.num_damaged,

@@ -22,7 +22,7 @@ from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.core.view import View
 from regrow.supervisor.detector import Silence, Stall
-from regrow.supervisor.effects import Effects, committed_event
+from regrow.supervisor.effects import Effects, Incidents, committed_event
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
 from regrow.supervisor.linger import Linger
@@ -83,6 +83,7 @@ class Term:
         self._steps: dict[str, Steps] = {}
         self._spare: dict[str, str] = {}
         self._acknowledge: list[e.WorkersExited] = []
+        self._told: dict[str, tuple[str, float, int, bool]] = {}
         self._closed = False
         self.effects = Effects(store, keys, comparison=comparison, connections=self.connections, post=self.post, now=now, lost=self.end)
 
@@ -146,6 +147,7 @@ class Term:
         for index, (seq, action) in enumerate(result.actions):
             describe.journal_action(self._journal, self._epoch, seq, now, action, result.decision.reason if index == 0 else "")
         self._follow_generations(now)
+        self._keep_incidents()
         for seq, action in result.actions:
             self.effects.dispatch(seq, action, self.view)
         for exited in self._acknowledge:
@@ -180,6 +182,17 @@ class Term:
             for node in ranks:
                 if node not in self.connections:
                     self._steps[name].heard(node, now, reachable=False)
+
+    def _keep_incidents(self) -> None:
+        """Write a job's incidents when one opened, went over to another generation or closed: the next leader tells of them too."""
+        for name, job in self.view.jobs.items():
+            if not job.incidents:
+                continue
+            last = job.incidents[-1]
+            mark = (last.id, last.symptom_at, last.generation_after, last.closed)
+            if self._told.get(name) != mark:
+                self._told[name] = mark
+                self.effects.write(self._keys.job(name, "incidents"), msgspec.json.encode(Incidents(items=job.incidents)))
 
     def _look(self, now: float) -> None:
         for event in self._silence.look(now):

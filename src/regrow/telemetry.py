@@ -146,7 +146,7 @@ _OF_EFFICIENCY = (
 
 _OF_FAILURES = (
     _counter("regrow_failures", "Incidents that the restart ledger charged, by cause, over the job's life", "job_name", "cause"),
-    _counter("regrow_incidents", "Incidents by kind, in this leader's term", "job_name", "kind", kept=True),
+    _counter("regrow_incidents", "Incidents by kind", "job_name", "kind", kept=True),
     _gauge("regrow_failure_rate_per_gpu_second", "Estimated failure rate (Gamma posterior) with its interval", "job_name", "bound"),
     _gauge("regrow_mtbf_seconds", "Estimated mean time between failures of the job, of a node, of a GPU", "job_name", "scope", "bound"),
     _counter("regrow_restarts", "Generations formed after the first, over the job's life", *_JOB),

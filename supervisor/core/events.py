@@ -12,6 +12,7 @@ import msgspec
 from regrow import wire
 from regrow.supervisor.core.actions import Action
 from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
+from regrow.supervisor.core.view import Incident
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
@@ -89,6 +90,8 @@ class JobLoaded(_Event, frozen=True, kw_only=True, tag="job_loaded"):
     num_damaged: int = 0
     """Checkpoints on storage that exist and cannot be used: a fresh start would be a silent loss."""
     submitted: bool = False
+    incidents: tuple[Incident, ...] = ()
+    """Those that leaders before this one wrote down, oldest first; the last may be open."""
     unknown: tuple[str, ...] = ()
     """Rebuilt from agents and storage after the store lost it: what could not be known."""
 

@@ -11,7 +11,7 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core import fold_generation as generation
 from regrow.supervisor.core import fold_issued, fold_nodes, goodput
 from regrow.supervisor.core.records import LedgerRecord
-from regrow.supervisor.core.view import CheckpointView, Effort, GenerationView, JobView, Member, Outcome, View
+from regrow.supervisor.core.view import CheckpointView, Effort, GenerationView, Incident, JobView, Member, Outcome, View
 
 _change = msgspec.structs.replace
 
@@ -149,8 +149,17 @@ def _job_loaded(view: View, event: e.JobLoaded) -> View:
         effort_base=frontier,
         outcome=outcome,
         paused=event.command == "pause" and event.generation is None,
+        incidents=_told(event.incidents, generation),
     )
     return with_job(view, job)
+
+
+def _told(incidents: tuple[Incident, ...], generation: GenerationView | None) -> tuple[Incident, ...]:
+    """Incidents of earlier terms. The last one goes on only with the generation that was to end it."""
+    if not incidents or incidents[-1].closed:
+        return incidents
+    goes_on = generation is not None and generation.stage != "ended" and incidents[-1].generation_after == generation.number
+    return incidents if goes_on else (*incidents[:-1], _change(incidents[-1], closed=True))
 
 
 def _outcome(ledger: LedgerRecord, at: float) -> Outcome | None:

@@ -221,3 +221,32 @@ def _wait_for(path: Path) -> dict[str, Any]:
             return json.loads(path.read_text())
         time.sleep(0.02)
     raise AssertionError(f"{path} does not appear")
+
+
+async def test_the_next_leader_tells_of_earlier_incidents(plane: Plane) -> None:
+    await plane.supervisor("s0")
+    first = await plane.leads("s0")
+    await plane.run_job("n0", "n1")
+    await plane.step(1)
+    plane.agents["n0"].exit(0, signal=9)
+    await plane.document(lambda document: document["generation"] == 2)
+    await plane.step(1)
+    await plane.step(2)
+    told = await plane.document(lambda document: [item["closed"] for item in document["incidents"]] == [True])
+    key = "/regrow/test/jobs/train/incidents"
+    await eventually_stored(plane, key, b'"closed":true')
+    await plane.supervisor("s1")
+    await asyncio.to_thread(_wait_for, plane.root / "s1" / "supervisor.json")
+    plane.processes["s0"].kill()
+    await plane.leads("s1", above=first.epoch)
+    document = await plane.document(lambda document: document["generation"] == 2)
+    assert document["incidents"] == told["incidents"]
+    await plane.step(3)
+    assert starts(plane) == [2, 2]
+
+
+async def eventually_stored(plane: Plane, key: str, text: bytes) -> None:
+    """Until the key's value holds the text."""
+    async with asyncio.timeout(30):
+        while (item := await plane.store.get(key)) is None or text not in item.value:  # noqa: ASYNC110  # another process writes it
+            await asyncio.sleep(0.02)
