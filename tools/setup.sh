@@ -13,5 +13,5 @@ python=${PYTHON:-python3}
 }
 echo "setup: installing torch 2.13.0 (CPU), the packages of pyproject.toml and the development tools into $venv"
 "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
-# In one call: what tests need (moto) and what an extra needs (s3fs) pin the same packages.
-"$venv/bin/pip" install --quiet --disable-pip-version-check -r tools/requirements-dev.txt --editable '.[train,objects,security]'
+"$venv/bin/pip" install --quiet --disable-pip-version-check -r tools/requirements-dev.txt
+"$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[train,objects,security]'
