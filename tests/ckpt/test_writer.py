@@ -157,6 +157,8 @@ async def test_a_step_that_is_overtaken_while_its_manifest_is_written(make_write
     committer = await make_committer(spec_of(1), [writer])
     rank = make_producer(writer, local_ranks=(0,))
     assert rank.save(1)
+    shard_of_1 = "step-000000000001-*/rank-00000.safetensors"
+    await status_of(writer, lambda status: any(tmp_path.glob(shard_of_1)) and not status.writing)
     assert rank.save(2)
     assert (await committer.until("complete")).step == 2
     outcome = await committer.until("void")
