@@ -54,7 +54,7 @@ def _roll_back(
     reason: Reason = "",
     supervisor: Address = "",
     store: StoreUrl = "",
-    cluster: Cluster = "regrow",
+    cluster: Cluster = "local",
     json: Json = False,
 ) -> None:
     """Make an older checkpoint the one that the job restores; later ones are set aside, not deleted. The job must be stopped."""
@@ -79,7 +79,7 @@ def _skip(
     reason: Reason = "",
     supervisor: Address = "",
     store: StoreUrl = "",
-    cluster: Cluster = "regrow",
+    cluster: Cluster = "local",
     json: Json = False,
 ) -> None:
     """Leave out the next batches of the data (after a loss spike, usually together with roll-back-further). The job must be stopped."""
