@@ -80,8 +80,7 @@ class AgentMetrics:
         self._lag_seconds = 0.0
         local = agent.state.current
         if local is not None and local.live:
-            beat = agent.view.beat(0)
-            self.workers.put(page, node, local.job, local.generation, beat.progress)
+            self.workers.put(page, node, local.job, local.generation, agent.view.progress())
         return page.text() + generate_latest(self._process)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

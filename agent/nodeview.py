@@ -101,27 +101,23 @@ class NodeView:
         if local is None or not local.live:
             return wire.Beat(seq=seq, spare_store=self.spare_store)
         sample = self._agent.health.sample()
-        words = {word.slot: word for word in read_progress(self._agent.paths.progress(local.job, local.generation))}
-        now = time.monotonic_ns()
-        progress = tuple(
-            wire.RankProgress(
-                rank=worker.rank,
-                started_step=word.started_step,
-                applied_step=word.applied_step,
-                phase=_phase(word, now),
-                age_seconds=word.age_seconds(now),
-            )
-            for worker in local.order.workers
-            if (word := words.get(worker.local_rank)) is not None and word.sequence
-        )
+        words, now = self._words(local), time.monotonic_ns()
         return wire.Beat(
             seq=seq,
             generation=local.generation,
-            progress=progress,
+            progress=_told(local, words, now),
             spare_store=self.spare_store,
             cpu_seconds=self._cpu_seconds(local, words, now),
             memory_ratio=sample.memory_ratio() if sample is not None else 0.0,
         )
+
+    def progress(self) -> tuple[wire.RankProgress, ...]:
+        """The progress words of the running generation alone; empty without one."""
+        local = self._agent.state.current
+        return _told(local, self._words(local), time.monotonic_ns()) if local is not None and local.live else ()
+
+    def _words(self, local: Local) -> dict[int, Progress]:
+        return {word.slot: word for word in read_progress(self._agent.paths.progress(local.job, local.generation))}
 
     @staticmethod
     def _cpu_seconds(local: Local, words: dict[int, Progress], now_ns: int) -> dict[int, float]:
@@ -155,7 +151,7 @@ class NodeView:
 
     def applied_step(self) -> int:
         """Lowest step that a local rank has applied; -1 for none."""
-        steps = [found.applied_step for found in self.beat(0).progress]
+        steps = [found.applied_step for found in self.progress()]
         return min(steps, default=-1)
 
     def record(self) -> wire.NodeRecord:
@@ -172,6 +168,20 @@ class NodeView:
             capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
             metrics_address=agent.metrics.reachable_at(settings.address),
         )
+
+
+def _told(local: Local, words: dict[int, Progress], now_ns: int) -> tuple[wire.RankProgress, ...]:
+    return tuple(
+        wire.RankProgress(
+            rank=worker.rank,
+            started_step=word.started_step,
+            applied_step=word.applied_step,
+            phase=_phase(word, now_ns),
+            age_seconds=word.age_seconds(now_ns),
+        )
+        for worker in local.order.workers
+        if (word := words.get(worker.local_rank)) is not None and word.sequence
+    )
 
 
 def _quiet(word: Progress | None, now_ns: int) -> bool:

@@ -9,33 +9,31 @@ from pathlib import Path
 import msgspec
 
 from regrow.agent.protocol import GenerationState, StoreState, WorkerState
+from regrow.processes import stat_fields
 
 
 def start_time(pid: int) -> int:
     """Field 22 of /proc/<pid>/stat, clock ticks since boot; 0 when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat_fields(pid)[19])
     except OSError:
         return 0
-    return int(text.rpartition(")")[2].split()[19])
 
 
 def process_state(pid: int) -> str:
     """State letter of a process (R, S, D, T, t, Z ...); empty when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat_fields(pid)[0]
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[0]
 
 
 def cpu_seconds(pid: int) -> float | None:
     """User and system time that all threads of a process have used, in seconds; None when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat_fields(pid)
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -46,10 +44,10 @@ def children_of(pid: int) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+            parent = int(stat_fields(int(entry.name))[1])
         except OSError:
             continue
-        if int(text.rpartition(")")[2].split()[1]) == pid:
+        if parent == pid:
             found.append(int(entry.name))
     return found
 

@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Self
 
-from regrow.processes import MARK, kill_marked, marked
+from regrow.processes import MARK, kill_marked, marked, stat_fields
 
 NODES, SLOTS = 4, 2
 OWN_MARK = "REGROW_BENCHMARK"
@@ -159,8 +159,7 @@ class Cpu:
         ticks = 0
         for pid in marked(OWN_MARK, self._mark):
             with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                ticks += sum(int(value) for value in fields[11:15])
+                ticks += sum(int(value) for value in stat_fields(pid)[11:15])
         self._highest = max(self._highest, ticks / os.sysconf("SC_CLK_TCK"))  # a zombie that nobody waited for yet is not seen
         return self._highest
 

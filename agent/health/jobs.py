@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from regrow.processes import stat_fields
+
 _REGROW_LOG = re.compile(r"^(?P<folder>.*/jobs/(?P<job>[^/]+)/g(?P<generation>\d+))/rank(?P<rank>\d+)\.out$")
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _WORLDS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -46,11 +48,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 def state_of(pid: int) -> State | None:
     """None: it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat_fields(pid)
         channel = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
     return State(
         letter=fields[0], cpu_ticks=ticks, parent=int(fields[1]), started=int(fields[19]), wait_channel="" if channel == "0" else channel

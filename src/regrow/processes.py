@@ -44,7 +44,7 @@ def marked(mark: str, value: str, *, exact: bool = True) -> list[int]:
             continue
         try:
             environment = (entry / "environ").read_bytes()
-            if _state(entry) == "Z":
+            if stat_fields(int(entry.name))[0] == "Z":
                 continue
         except OSError:
             continue
@@ -55,9 +55,13 @@ def marked(mark: str, value: str, *, exact: bool = True) -> list[int]:
     return found
 
 
-def _state(entry: Path) -> str:
-    """State letter of /proc/<pid>/stat; the command name may hold spaces and parentheses."""
-    return (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+def stat_fields(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state letter (field 3 of proc(5)) on; the command name before it may hold anything.
+
+    Raises:
+        OSError: no such process.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def kill_marked(mark: str, value: str, *, exact: bool = True, limit_seconds: float = 10.0) -> list[int]:
