@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
+
+from tests.deploy.slurm import free_ports
 
 from regrow import certificates
 from regrow.store.open import open_store
@@ -15,16 +16,6 @@ from regrow.store.open import open_store
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "etcd"
 LIMIT = 60.0
 NAMES = ("m1", "m2", "m3")
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 class Trio:

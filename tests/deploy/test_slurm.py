@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.deploy.slurm import Slurm
 
 from regrow.store.embedded import EmbeddedEtcd
 
@@ -20,19 +20,10 @@ LIMIT = 240.0
 STEPS = 80
 
 
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-async def slurm() -> AsyncIterator[Any]:
+async def slurm() -> AsyncIterator[Slurm]:
     with tempfile.TemporaryDirectory(prefix="rgs-", dir="/tmp") as folder:  # short: sockets are in it
-        made = _sibling("slurm").Slurm(Path(folder))
+        made = Slurm(Path(folder))
         etcd = EmbeddedEtcd(made.root / "etcd")
         await etcd.start()
         made.environment |= {

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +22,6 @@ NUM_NODES = 2
 STEPS = 60
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(*arguments: str) -> Run:
-        runs.append(Run(tmp_path, *arguments))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The toy without Regrow around it: one process, no faults."""
-    import subprocess
-    import sys
-
-    folder = tmp_path_factory.mktemp("twin")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("REGROW_")} | {"OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, str(TOY), "--steps", str(STEPS), "--pause", "0", "--log", str(folder / "log")]
-    subprocess.run(argv, env=environment, check=True, cwd=folder, timeout=300)
-    return story(folder)[0]
 
 
 def story(folder: Path) -> tuple[dict[int, float], list[int]]:

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,6 @@ TOY = Path(__file__).with_name("toy.py")
 PLAIN = ROOT / "examples" / "ddp_plain.py"
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(*arguments: str) -> Run:
-        runs.append(Run(tmp_path, *arguments))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
 
 
 def toy(tmp_path: Path, steps: int, *flags: str) -> tuple[str, ...]:
@@ -70,19 +57,6 @@ def lineage(tmp_path: Path) -> dict[int, float]:
         restored = log[0]["restored"]
         kept = {step: loss for step, loss in kept.items() if step <= restored} | {line["step"]: line["loss"] for line in log[1:]}
     return kept
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The toy without Regrow around it: one process, no faults."""
-    import subprocess
-    import sys
-
-    folder = tmp_path_factory.mktemp("twin")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("REGROW_")} | {"OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, str(TOY), "--steps", "400", "--pause", "0", "--log", str(folder / "log")]
-    subprocess.run(argv, env=environment, check=True, cwd=folder, timeout=300)
-    return lineage(folder)
 
 
 def assert_like_twin(found: dict[int, float], twin: dict[int, float], steps: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,19 +15,6 @@ from regrow.processes import MARK, marked
 TOY = Path(__file__).with_name("toy.py")
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(*arguments: str) -> Run:
-        runs.append(Run(tmp_path, *arguments))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
 
 
 def lose_power(run: Run, node: str) -> int:
