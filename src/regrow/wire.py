@@ -224,6 +224,23 @@ class WorkerPhase(_Message, frozen=True, kw_only=True, tag="worker_phase"):
     detail: dict[str, Any] = {}
 
 
+class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a repeated micro-step showed. All ranks of a generation come to the same one."""
+
+    verdict: Literal["agree", "diverged", "skipped"]
+    suspects: tuple[int, ...] = ()
+    """With `diverged`: who was wrong again when the work was repeated. Empty: the mismatch is real, its owner is not known."""
+    once: tuple[int, ...] = ()
+    """Ranks whose result was wrong once and right in every repetition: not an accusation yet."""
+    reason: str = ""
+    tensor: str = ""
+    """First parameter whose gradient differed on the rank that it is about."""
+    repaired: bool = False
+    """The right gradient took the place of the wrong one before it was used."""
+    buddy: bool = False
+    """Repeated on another device too."""
+
+
 class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     """A rank applied a step. Loss fields only from ranks that know it."""
 
@@ -246,6 +263,10 @@ class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     nonfinite: str = ""
     """What was infinite or NaN on this rank: "loss", "grad_norm", or the first parameter whose own gradient was so before
     any reduction. JSON has no NaN: `loss` and `grad_norm` are then null."""
+    nonfinite_again: bool | None = None
+    """Was it so again when the same work was repeated on this rank? None: not repeated."""
+    replay: ReplayVerdict | None = None
+    """Of the micro-step that was repeated in this step, if one was."""
 
 
 class SaveReport(_Message, frozen=True, kw_only=True, tag="save"):
