@@ -54,10 +54,10 @@ class Run:
             time.sleep(0.05)
         raise AssertionError(f"did not see {what} within {LIMIT_SECONDS} s\n{self.story()}")
 
-    def wait(self) -> int:
+    def wait(self, limit_seconds: float = LIMIT_SECONDS) -> int:
         """Until the launcher ends; its exit status."""
         try:
-            return self.process.wait(LIMIT_SECONDS)
+            return self.process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end\n{self.story()}") from None
 

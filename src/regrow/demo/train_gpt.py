@@ -1,6 +1,6 @@
 """Train a small byte-level GPT under Regrow, on any DP x TP x PP mesh.
 
-    regrow run --local 4 --nproc-per-node 2 --mesh 2x2x2 --global-batch 16 train_gpt.py --steps 45
+    regrow run --local 4 --nproc-per-node 2 --mesh 2x2x2 --global-batch 16 --micro-batch 2 train_gpt.py --steps 45
     python train_gpt.py --steps 45            # the same run on one process
 
 Started again, on whatever mesh, it goes on where the newest checkpoint ends, and the loss curve is that of a run that
