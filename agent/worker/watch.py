@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, local_part
@@ -52,8 +52,9 @@ def is_replicated(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     names = tensor.device_mesh.mesh_dim_names or ()
-    sharded = [name for name, placement in zip(names, tensor.placements, strict=False) if isinstance(placement, Shard)]
-    return len(names) == len(tensor.placements) and all(name in REPLICA_AXES for name in sharded)
+    # Not by isinstance(.., Shard): the placement that FSDP2 gives to tensor-parallel parameters, _StridedShard, is no Shard in torch 2.13.
+    cut = [name for name, placement in zip(names, tensor.placements, strict=False) if not placement.is_replicate()]
+    return len(names) == len(tensor.placements) and all(name in REPLICA_AXES for name in cut)
 
 
 class StateWatch:
