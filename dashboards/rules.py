@@ -155,7 +155,7 @@ def _job(p: Pace) -> list[_Row]:
          f"min by ({JOB}) (regrow_restart_budget_remaining) <= 0.2 * max by ({JOB}) (regrow_restart_budget)",
          "Job {{ $labels.job_name }} has {{ $value }} restarts left before it is given up"),
         ("job", "ticket", "FailuresFrequent", "0s", f"sum by ({JOB}) (increase(regrow_failures_total[{p.d(3600)}])) > 5",
-         "Job {{ $labels.job_name }} had {{ $value }} failures within an hour"),
+         "Job {{ $labels.job_name }} had {{ $value | printf \"%.0f\" }} failures within an hour"),
         ("job", "ticket", "GoodputLow", p.d(3600), f"regrow:goodput:ratio < 0.5 and {active}",
          "Goodput of job {{ $labels.job_name }} is {{ $value | humanizePercentage }}"),
         ("job", "ticket", "JobShrunk", p.d(1800),
