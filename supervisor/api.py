@@ -94,6 +94,7 @@ class Routes:
             ("GET", "/v1/nodes/{node}", self.node),
             ("POST", "/v1/nodes/{node}/{command}", self.command_node),
             ("POST", "/v1/automation/{state}", self.automation),
+            ("GET", "/v1/actuators", self.actuators),
             ("GET", "/v1/events", self.events),
         ]
         return Starlette(
@@ -266,6 +267,11 @@ class Routes:
         await self._put(self._supervisor.keys.automation, state.encode())
         self._supervisor.post(e.AutomationSwitched(at=self._supervisor.now(), on=state == "on", by=_who(request)))
         return _json({"automation": state})
+
+    async def actuators(self, _request: Request) -> Response:
+        """What Slurm, Kubernetes or a program of the site was told, and what became of it."""
+        self._view()
+        return _json(self._supervisor.actuators.document())
 
     async def _put(self, key: str, value: bytes) -> None:
         term = self._supervisor.term

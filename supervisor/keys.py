@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class Keys:
-    """The contract of design.md section 5, and three keys more: `epoch` (the highest term), `cordons/<node>` and `jobs/<job>/incidents`."""
+    """The contract of design.md section 5, and four keys more: `epoch` (the highest term), `cordons/<node>`, `actuations/<actuator>/<node>` and
+    `jobs/<job>/incidents`."""
 
     def __init__(self, cluster: str) -> None:
         self.root = f"/regrow/{cluster}"
@@ -17,6 +18,7 @@ class Keys:
         self.cordons = f"{self.root}/cordons/"
         self.events = f"{self.root}/events/"
         self.automation = f"{self.root}/automation"
+        self.actuations = f"{self.root}/actuations/"
 
     def job(self, job: str, what: str) -> str:
         """spec, generation, ledger, command or incidents of a job."""
@@ -45,6 +47,10 @@ class Keys:
     def cordon(self, node: str) -> str:
         """An operator's order on a node."""
         return f"{self.cordons}{node}"
+
+    def actuated(self, actuator: str, node: str) -> str:
+        """The last order to an actuator for a node; with an empty node the prefix of all of them."""
+        return f"{self.actuations}{actuator}/{node}"
 
     def event(self, epoch: int, seq: int) -> str:
         """A journal entry that came with a change of state."""

@@ -25,6 +25,7 @@ class Metrics:
         self._role = metrics_page.Role()
         self._view: View | None = None
         self._now = 0.0
+        self._orders: dict[str, int] = {}
         self._begin_term()
 
     def _begin_term(self) -> None:
@@ -41,6 +42,8 @@ class Metrics:
         view = self._view
         if view is not None:
             metrics_page.put_nodes(page, view, self._now)
+            for state in telemetry.ORDER_STATES:
+                page.put("regrow_actuator_orders", self._orders.get(state, 0), state)
             for name, job in view.jobs.items():
                 metrics_page.put_job(page, name, job, self._pace.get(name), self._policy, self._now)
         return page.text() + generate_latest(self._registry) + generate_latest(self._process)
@@ -58,9 +61,9 @@ class Metrics:
         """It was told to end."""
         self._role = metrics_page.Role(epoch=self._role.epoch, leads=self._role.leads, store_up=self._role.store_up, stopping=True)
 
-    def view(self, view: View, now: float) -> None:
-        """Look at everything. Called at most a few times a second."""
-        self._view, self._now = view, now
+    def view(self, view: View, now: float, orders: dict[str, int] | None = None) -> None:
+        """Look at everything. Called at most a few times a second. `orders`: those to actuators, by state."""
+        self._view, self._now, self._orders = view, now, orders or {}
         for name, job in view.jobs.items():
             self._count(name, job)
         for name in [name for name in self._seen if name not in view.jobs]:

@@ -21,6 +21,8 @@ from regrow.store.base import Store, StoreError
 from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
 from regrow.supervisor import adoption, loading
+from regrow.supervisor.actuators.config import ActuatorConfig
+from regrow.supervisor.actuators.group import Actuators
 from regrow.supervisor.api import Routes
 from regrow.supervisor.archive import Archive
 from regrow.supervisor.auth import Guard, Identity, Tokens
@@ -28,6 +30,7 @@ from regrow.supervisor.beat_server import BeatServer, Connection
 from regrow.supervisor.config import SupervisorConfig, parse_address
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.view import View
 from regrow.supervisor.http_server import ApiServer
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
@@ -49,6 +52,7 @@ class Supervisor:
         config: SupervisorConfig,
         policy: Policy,
         *,
+        actuators: ActuatorConfig | None = None,
         store: Store | None = None,
         on_serving: Callable[[str], None] = lambda _status: None,
         on_leaving: Callable[[], None] = lambda: None,
@@ -64,6 +68,7 @@ class Supervisor:
         self.incarnation = os.urandom(8).hex()
         self.keys = Keys(config.cluster)
         self.metrics = Metrics(policy)
+        self.actuators = Actuators(actuators or ActuatorConfig())
         self.term: Term | None = None
         self.journal = Journal(Path(config.state) / "journal.sqlite" if config.state else None)
         self._archive: Archive | None = None
@@ -242,6 +247,7 @@ class Supervisor:
         begin = tuple(event for event in loaded.events if not isinstance(event, e.JobLoaded)) if self.config.adopt else loaded.events
         running = asyncio.create_task(term.run(begin))
         rebuilding = asyncio.create_task(self._rebuild(term, jobs))
+        self._begin_actuators(term, leadership, epoch)
         try:
             await leadership.publish(self._record(epoch))
             log.info("leading epoch=%d jobs=%d", epoch, len(jobs))
@@ -250,9 +256,28 @@ class Supervisor:
             term.end("over")
             watcher.cancel()
             rebuilding.cancel()
-            await asyncio.gather(watcher, running, rebuilding, return_exceptions=True)
+            await asyncio.gather(watcher, running, rebuilding, self.actuators.end(), return_exceptions=True)
             await term.effects.stop(drain_seconds=2.0 if self._stop.is_set() and leadership.holds else 0.0)
             log.info("the term of epoch %d is over: %s", epoch, term.reason)
+
+    def _begin_actuators(self, term: Term, leadership: Leadership, epoch: int) -> None:
+        """They look at the view once agents had time to say what hardware they have."""
+        assert self.store is not None
+
+        def look() -> View | None:
+            since = term.view.term_at
+            return term.view if since is not None and self.now() >= since + self.policy.takeover_seconds else None
+
+        self.actuators.begin(
+            store=self.store,
+            keys=self.keys,
+            journal=self.journal,
+            comparison=leadership.comparison,
+            epoch=epoch,
+            now=self.now,
+            look=look,
+            holds=lambda: leadership.holds and not term.ended.is_set(),
+        )
 
     async def _rebuild(self, term: Term, jobs: tuple[e.JobLoaded, ...]) -> None:
         """Bring the store up to what agents run (only with --adopt) and to what is durable. A failure ends the term: the next
@@ -293,7 +318,7 @@ class Supervisor:
         current = term or self.term
         if current is not None:
             self.metrics.leading(epoch=current.view.epoch, leads=current.ready, store_up=current.view.store_up)
-            self.metrics.view(current.view, self.now())
+            self.metrics.view(current.view, self.now(), self.actuators.counts())
 
     # --- agents
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -89,8 +90,20 @@ def _convert(value: Any, kind: Any, name: str, source: str) -> Any:
             if lowered not in ("1", "0", "true", "false", "yes", "no", "on", "off"):
                 raise ValueError("not a yes or no")
             return lowered in ("1", "true", "yes", "on")
+        if kind == tuple[str, ...]:
+            return _words(value)
         if kind in (int, float, str, Path):
             return kind(value)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name} = {value!r} is not a {kind.__name__}", where=source) from error
+        wanted = "list of texts" if kind == tuple[str, ...] else f"{kind.__name__}"
+        raise ConfigurationError(f"{name} = {value!r} is not a {wanted}", where=source) from error
     return value
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """A list of a file as it is; a text (from the environment) split into words as a shell would, with its quotes and nothing else."""
+    if isinstance(value, str):
+        return tuple(shlex.split(value))
+    if not isinstance(value, (list, tuple)) or not all(isinstance(word, str) for word in value):
+        raise TypeError("not texts")
+    return tuple(value)

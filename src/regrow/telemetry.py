@@ -58,6 +58,8 @@ HEALTH_STATES = ("healthy", "degraded", "unhealthy", "unknown")
 QUARANTINE_STATES = ("suspect", "quarantined", "burn_in", "probation")
 CHECKPOINT_STATES = ("snapshot", "durable", "committed", "pending", "failed", "skipped")
 DIGEST_VERDICTS = ("agree", "diverged", "skipped", "at_rest_mismatch")
+ORDER_STATES = ("open", "failed", "done", "held")
+"""Orders to actuators. failed: the last attempt failed, another follows; held: the rate limit is reached."""
 WALLS = ("memory", "compute", "communication")
 """The three walls: what bounds the step."""
 ONE_WORKER = ("measured", "compute", "linear")
@@ -108,6 +110,7 @@ _OF_THE_SUPERVISOR = (
     _gauge("regrow_node_lost", "1 for a node that went without a word; a node that left in an orderly manner has no series", *_NODE),
     _gauge("regrow_node_teardown", "1 while a node is being emptied or let go on our own order", *_NODE),
     _gauge("regrow_quarantine", "Pieces of hardware that are not trusted, by state", "state"),
+    _gauge("regrow_actuator_orders", "Nodes that Slurm, Kubernetes or a program was told of, by what became of the last order", "state"),
 )
 
 _OF_A_JOB = (

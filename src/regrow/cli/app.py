@@ -22,6 +22,7 @@ MODULES = (
     "node",
     "events",
     "automation",
+    "actuators",
     "plan",
     "interval",
     "ckpt",

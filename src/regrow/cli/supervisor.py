@@ -12,6 +12,7 @@ from regrow.cli.output import Json, emit
 from regrow.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from regrow.supervisor.actuators.config import ActuatorConfig
     from regrow.supervisor.config import SupervisorConfig
     from regrow.supervisor.core.policy import Policy
 
@@ -34,12 +35,13 @@ def supervisor(
     adopt: Annotated[
         bool | None, typer.Option("--adopt", help="Rebuild an emptied or older store from what agents run and from storage.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with [supervisor] and [policy].")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with [supervisor], [policy] and [actuators].")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print every setting and where it came from, and exit.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a supervisor: leads the cluster, or stands by until the leader is gone."""
     from regrow.supervisor import config as settings
+    from regrow.supervisor.actuators import config as actuators
 
     flags = {
         "cluster": cluster,
@@ -54,11 +56,13 @@ def supervisor(
         "adopt": adopt,
     }
     loaded, policy, story = settings.load(config, flags)
+    orders, more = actuators.load(config)
+    story += more
     if explain:
         rows = [{"field": item.field, "value": item.value, "source": item.source} for item in story]
         emit({"settings": rows}, as_json=as_json, human=lambda: _print(rows))
         return
-    _serve(loaded, policy)
+    _serve(loaded, policy, orders)
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -66,16 +70,16 @@ def _print(rows: list[dict[str, Any]]) -> None:
         sys.stdout.write(f"{row['field']} = {row['value']!r}  ({row['source']})\n")
 
 
-def _serve(config: SupervisorConfig, policy: Policy) -> None:
+def _serve(config: SupervisorConfig, policy: Policy, orders: ActuatorConfig) -> None:
     import asyncio
     import logging
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    asyncio.run(_main(config, policy))
+    asyncio.run(_main(config, policy, orders))
 
 
-async def _main(config: SupervisorConfig, policy: Policy) -> None:
+async def _main(config: SupervisorConfig, policy: Policy, orders: ActuatorConfig) -> None:
     import asyncio
     import contextlib
     import os
@@ -85,7 +89,7 @@ async def _main(config: SupervisorConfig, policy: Policy) -> None:
     from regrow.supervisor.service import Supervisor
 
     manager = notify.from_environment()
-    service = Supervisor(config, policy, on_serving=manager.ready, on_leaving=manager.stopping)
+    service = Supervisor(config, policy, actuators=orders, on_serving=manager.ready, on_leaving=manager.stopping)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.stop)
