@@ -284,6 +284,7 @@ def test_zero_traffic_two_readings(regrow: Regrow) -> None:
         assert best["comm_bytes"]["dp"] == close(factor * size * share, 1e-6)
         if zero:
             assert best["comm_detail"]["dp_gradients_only"] == close(size * share, 1e-6)
+            assert KNOWN["D-ZERO-COMM"]["expected"][f"zero{zero}"].startswith(f"{factor}S")
         assert best["comm_detail"]["dp_reading"].startswith(f"{factor}S")
 
 

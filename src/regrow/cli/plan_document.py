@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from regrow.ids import MeshShape
 from regrow.parallel import comm, cost, memory, pipeline, planner, shape, survive
 from regrow.parallel.inventory import Inventory
+from regrow.parallel.mesh import chunk_sizes
 from regrow.parallel.planner import Plan, Request, Result
 from regrow.parallel.traffic import traffic
 
@@ -129,13 +131,17 @@ def _fillers(made: Plan) -> int:
 
 
 def _shards(request: Request, made: Plan) -> dict[str, Any]:
-    """Whether ZeRO's shares are whole; torch pads or leaves the last ranks shorter, which changes memory by one share at most."""
+    """Whether ZeRO's shares are whole; torch pads or leaves the last ranks shorter, which changes memory by one share at most.
+
+    `shard_rows`: for a dimension of that many rows, pairs of (rows of a rank, number of such ranks) in rank order.
+    """
     ranks = memory.shard_groups(made.setup)[0]
     if made.zero_stage == 0 or not request.model.layers:
         return {}
     rows = {name: size for name, size in (("hidden", request.model.hidden), ("ffn", request.model.ffn)) if size}
     uneven = [f"{name} {size} over {ranks}" for name, size in rows.items() if size % ranks]
-    return {"zero_ranks": ranks, "uneven_shards": uneven}
+    shares = {name: [list(pair) for pair in Counter(chunk_sizes(size, ranks)).items()] for name, size in rows.items()}
+    return {"zero_ranks": ranks, "uneven_shards": uneven, "shard_rows": shares}
 
 
 def _activation(request: Request, made: Plan) -> dict[str, Any]:
