@@ -30,13 +30,18 @@ import msgspec
 
 from regrow.ids import MeshShape
 from regrow.parallel import batch, calibrate, inventory, planner, search, shape
+from regrow.parallel.mesh import layers_per_stage
 from regrow.parallel.planner import Plan, Request
 
 LIMITS = {"plan_seconds": 0.1, "table_seconds": 5.0, "regret": 0.01, "rank_correlation": 0.9}
-SIZES = {"layers": 4, "hidden": 96, "heads": 6, "seq": 96}
-GLOBAL_BATCH, MICRO_BATCH = 16, 2
-QUICK_MESHES = ("1x1x1", "2x1x1", "1x2x1", "4x1x1", "2x2x1", "1x2x2", "1x3x1", "3x2x1")
-MESHES = (*QUICK_MESHES, "1x1x2", "2x1x2", "3x1x1", "2x3x1", "4x2x1", "2x2x2")
+SIZES = {"layers": 4, "hidden": 384, "heads": 6, "seq": 120}
+GLOBAL_BATCH = 16
+QUICK_PLANS = ("1x1x1 4", "2x1x1 2", "1x2x1 2", "1x1x2 8", "1x1x2 2", "2x2x1 2", "1x2x2 2", "1x1x4 4", "3x1x1 2", "2x2x2 2")
+PLANS = (
+    *QUICK_PLANS, "1x1x1 1", "2x1x1 8", "1x2x1 8", "1x1x2 4", "1x1x2 1", "4x1x1 2", "2x1x2 2",
+    "1x1x4 1", "1x3x1 2", "3x2x1 2", "2x3x1 2", "4x2x1 2",
+)  # fmt: skip
+"""DP x TP x PP and the micro-batch: both are the planner's choice."""
 
 
 def llama() -> Request:
@@ -88,8 +93,8 @@ def regret() -> list[float]:
     return found
 
 
-def train(mesh: MeshShape, rank: int, port: int, steps: int, folder: Path) -> None:
-    """One rank of the measured job: steps of the demo's model on a mesh."""
+def train(mesh: MeshShape, micro: int, rank: int, port: int, steps: int, folder: Path) -> None:
+    """One rank of the measured job: steps of a GPT on a mesh."""
     import torch
     import torch.distributed as dist
 
@@ -103,8 +108,8 @@ def train(mesh: MeshShape, rank: int, port: int, steps: int, folder: Path) -> No
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=mesh.world_size)
         device_mesh = dist.device_mesh.init_device_mesh("cpu", (mesh.dp, mesh.pp, mesh.tp), mesh_dim_names=("dp", "pp", "tp"))
     torch.manual_seed(0)
-    counts = batch.split(GLOBAL_BATCH, MICRO_BATCH, mesh.dp)
-    net = apply_mesh(Gpt(Config(**SIZES)), device_mesh, mesh, Strategy(micro_batch=MICRO_BATCH, micro_batches=counts))
+    counts = batch.split(GLOBAL_BATCH, micro, mesh.dp)
+    net = apply_mesh(Gpt(Config(**SIZES, dropout=0.0)), device_mesh, mesh, Strategy(micro_batch=micro, micro_batches=counts))
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     tokens = torch.randint(0, 256, (net.num_samples, SIZES["seq"] + 1))
     times: list[tuple[float, float]] = []
@@ -113,11 +118,11 @@ def train(mesh: MeshShape, rank: int, port: int, steps: int, folder: Path) -> No
         net.forward_backward(tokens[:, :-1], tokens[:, 1:], sample_keys(0, step, torch.arange(net.num_samples)))
         optimizer.step()
         times.append((time.monotonic() - start, time.process_time() - used))
-    (folder / f"{mesh}-{rank}.json").write_text(json.dumps(times))
+    (folder / f"{mesh}-{micro}-{rank}.json").write_text(json.dumps(times))
 
 
-def measure(mesh: MeshShape, steps: int, folder: Path) -> list[dict[str, float]]:
-    """Steps of one mesh, forked from this process (torch is imported, nothing has run): wall time, and what the step would take
+def measure(mesh: MeshShape, micro: int, steps: int, folder: Path) -> list[dict[str, float]]:
+    """Steps of one plan, forked from this process (torch is imported, nothing has run): wall time, and what the step would take
     on an idle machine by the CPU time of its ranks: the busiest rank's, or all of it over the cores."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -128,7 +133,7 @@ def measure(mesh: MeshShape, steps: int, folder: Path) -> list[dict[str, float]]
         if pid == 0:
             code = 1
             try:
-                train(mesh, rank, port, steps, folder)
+                train(mesh, micro, rank, port, steps, folder)
                 code = 0
             except BaseException:  # noqa: BLE001 - a child must never return into the parent's code
                 traceback.print_exc()
@@ -137,7 +142,7 @@ def measure(mesh: MeshShape, steps: int, folder: Path) -> list[dict[str, float]]
     failed = [pid for pid in children if os.waitpid(pid, 0)[1] != 0]
     if failed:
         raise SystemExit(f"mesh {mesh}: {len(failed)} of {mesh.world_size} ranks failed")
-    ranks = [json.loads((folder / f"{mesh}-{rank}.json").read_text()) for rank in range(mesh.world_size)]
+    ranks = [json.loads((folder / f"{mesh}-{micro}-{rank}.json").read_text()) for rank in range(mesh.world_size)]
     cores = len(os.sched_getaffinity(0))
     made = []
     for rows in zip(*ranks, strict=True):
@@ -146,23 +151,31 @@ def measure(mesh: MeshShape, steps: int, folder: Path) -> list[dict[str, float]]
     return made
 
 
-def machine_request(mesh: MeshShape, *, shared: bool) -> Request:
+def machine_request(mesh: MeshShape, micro: int, *, shared: bool) -> Request:
     """One core a rank. Where ranks share cores another one works while one waits: no bubble, as if the schedule had none."""
     there = inventory.uniform(1, mesh.world_size, device="cpu", gpu_memory_gb=16)
-    model = shape.make(**SIZES, ffn=4 * SIZES["hidden"], vocab=256)
     return Request(
-        model=model,
+        model=shape.make(**SIZES, ffn=4 * SIZES["hidden"], vocab=256),
         inventory=there,
         global_batch=GLOBAL_BATCH,
-        micro_batch=(MICRO_BATCH,),
+        micro_batch=(micro,),
         context_bytes=0.0,
         zero=0,
-        schedule="zbv" if shared else "1f1b",
+        schedule="gpipe" if GLOBAL_BATCH // (micro * mesh.dp) < mesh.pp else "zbv" if shared else "1f1b",
     )
 
 
+def crowding(mesh: MeshShape, micro: int, cores: int) -> float:
+    """How much longer a step takes where ranks share cores than with a core each: all work over the cores, against the fullest
+    rank's. The model knows ranks with a core each; short replicas and stages leave their time to the others here."""
+    counts = batch.split(GLOBAL_BATCH, micro, mesh.dp)
+    layers = layers_per_stage(SIZES["layers"], mesh.pp)
+    mean = sum(counts) / len(counts) / counts[0] * sum(layers) / len(layers) / max(layers)
+    return max(1.0, mesh.world_size * mean / cores)
+
+
 def ranking(names: tuple[str, ...], steps: int, rounds: int) -> dict[str, Any]:
-    """Measured and predicted step times: each mesh is predicted with constants from all the others."""
+    """Measured and predicted step times: each plan is predicted with constants from all the others."""
     import torch
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -174,29 +187,28 @@ def ranking(names: tuple[str, ...], steps: int, rounds: int) -> dict[str, Any]:
     assert _model
     assert _apply
     torch.set_num_threads(1)
-    meshes = [MeshShape.parse(name) for name in names]
+    plans = [(MeshShape.parse(name.split()[0]), int(name.split()[1])) for name in names]
     cores = len(os.sched_getaffinity(0))
     # On a machine that is busy with other things wall time measures those; the ranks' own CPU time does not.
     clock = "wall" if os.getloadavg()[0] < 0.75 * cores else "cpu"
     times: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
-            for name, mesh in zip(names, meshes, strict=True):
-                times[name].extend(step[clock] for step in measure(mesh, steps, Path(folder))[2:])
+            for name, (mesh, micro) in zip(names, plans, strict=True):
+                times[name].extend(step[clock] for step in measure(mesh, micro, steps, Path(folder))[2:])
     measured = [min(times[name]) for name in names]  # what the machine can do; the rest is other programs
-    # The model knows ranks with a core each: W ranks on C cores take W / C times as long.
-    crowd = [max(1.0, mesh.world_size / cores) for mesh in meshes]
+    crowd = [crowding(mesh, micro, cores) for mesh, micro in plans]
     samples = [
-        calibrate.Sample(mesh=mesh, step_seconds=seconds / many, micro_batch=MICRO_BATCH)
-        for mesh, seconds, many in zip(meshes, measured, crowd, strict=True)
+        calibrate.Sample(mesh=mesh, step_seconds=seconds / many, micro_batch=micro)
+        for (mesh, micro), seconds, many in zip(plans, measured, crowd, strict=True)
     ]
-    requests = [machine_request(mesh, shared=clock == "cpu" or mesh.world_size > cores) for mesh in meshes]
+    requests = [machine_request(mesh, micro, shared=clock == "cpu" or mesh.world_size > cores) for mesh, micro in plans]
     predicted: list[float] = []
-    for index in range(len(meshes)):
-        others = [at for at in range(len(meshes)) if at != index]
+    for index in range(len(plans)):
+        others = [at for at in range(len(plans)) if at != index]
         found = calibrate.calibrate_all([(requests[at], samples[at]) for at in others])
         predicted.append(calibrate.predict(requests[index], [samples[index]], found.constants)[0] * crowd[index])
-    return {"clock": clock, "meshes": list(names), "measured": measured, "predicted": predicted}
+    return {"clock": clock, "plans": list(names), "measured": measured, "predicted": predicted}
 
 
 def main() -> None:
@@ -204,16 +216,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ranking-only", action="store_true", help="step times alone, on a quiet machine")
     options = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # before numpy and torch are imported: a fork needs a single thread
-    planned = planning(3 if options.quick else 7)
-    regrets = regret()
-    ranked = ranking(QUICK_MESHES, 6, 2) if options.quick else ranking(MESHES, 8, 3)
-    figures = {
-        "plan_seconds": statistics.median(planned["plan_seconds"]),
-        "table_seconds": statistics.median(planned["table_seconds"]),
-        "regret": max(regrets),
+    planned = planning(3 if options.quick else 7) if not options.ranking_only else {}
+    regrets = regret() if not options.ranking_only else []
+    ranked = ranking(QUICK_PLANS, 6, 1) if options.quick else ranking(PLANS, 6, 2)
+    figures = {name: statistics.median(values) for name, values in planned.items()} | {"regret": max(regrets)} if planned else {}
+    figures |= {
         "rank_correlation": calibrate.rank_correlation(ranked["predicted"], ranked["measured"]),
     }
     machine = {
@@ -228,7 +239,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:<18} {value:.4g}   limit {LIMITS[name]:g}")
     print(f"  step times by {ranked['clock']} clock")
-    for name, seconds, guess in zip(ranked["meshes"], ranked["measured"], ranked["predicted"], strict=True):
+    for name, seconds, guess in zip(ranked["plans"], ranked["measured"], ranked["predicted"], strict=True):
         print(f"  {name}: measured {seconds:.3f} s, predicted {guess:.3f} s")
 
 

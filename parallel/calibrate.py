@@ -68,7 +68,7 @@ def calibrate(request: Request, samples: Sequence[Sample], *, rounds: int = 24) 
 
 
 def calibrate_all(measured: Sequence[tuple[Request, Sample]], *, rounds: int = 24) -> Calibration:
-    """Fit efficiency, matrix width, the cost of tensor-parallel traffic and the fixed overhead to measured step times, each
+    """Fit efficiency, matrix width, tokens of a micro-batch, the cost of tensor-parallel traffic and the fixed overhead to measured step times, each
     with the request that describes its machine.
 
     Coordinate descent on the sum of squared logarithms of predicted over measured; deterministic.
@@ -85,7 +85,7 @@ def calibrate_all(measured: Sequence[tuple[Request, Sample]], *, rounds: int = 2
         return [predict(request, [sample], trial)[0] for request, sample in measured]
 
     best = _misfit(guess(constants), times)
-    spans = {"efficiency": 2.0, "half_width": 2.0, "step_overhead": min(times) / 4.0, "tp_overlap": 0.5, "pp_overlap": 0.5}
+    spans = {"efficiency": 2.0, "half_width": 2.0, "half_tokens": 2.0, "step_overhead": min(times) / 4.0, "tp_overlap": 0.5, "pp_overlap": 0.5}
     for _ in range(rounds):
         for name, span in spans.items():
             for trial in _trials(constants, name, span):
@@ -102,7 +102,7 @@ def calibrate_all(measured: Sequence[tuple[Request, Sample]], *, rounds: int = 2
     )
 
 
-_FACTORS = ("efficiency", "half_width")
+_FACTORS = ("efficiency", "half_width", "half_tokens")
 _OVERLAPS = ("tp_overlap", "pp_overlap")
 """Negative overlap stands for traffic that costs more than its bytes, as DTensor's dispatch and gloo's waits do on CPUs."""
 
