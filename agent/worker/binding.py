@@ -11,11 +11,13 @@ import msgspec
 
 from regrow import wire
 from regrow.agent.worker import regroup
+from regrow.agent.worker.buddy import Ring
 from regrow.agent.worker.digest import Digester
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.failure import EXIT_RESTORE_FAILED
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.live import LiveState
+from regrow.agent.worker.replay import Replay
 from regrow.agent.worker.steps import StepLoop
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
 from regrow.ckpt import catalog
@@ -46,6 +48,10 @@ class StateKeeper:
         """Copy the state into an arena and hand it to the writer."""
         return self._state.save(step, samples)
 
+    def skip(self, step: int, reason: str) -> None:
+        """Tell the writer that the step is void."""
+        self._state.skip(step, reason)
+
     def wait_durable(self, step: int, seconds: float) -> bool:
         """Wait until every snapshot that was handed over has an outcome; True when none of them failed meanwhile."""
         del step
@@ -59,6 +65,10 @@ class StateKeeper:
             if time.monotonic() >= end:
                 return False
             time.sleep(_POLL_SECONDS)
+
+    def last_reason(self) -> str:
+        """Why the newest snapshot that did not become durable did not."""
+        return self._state.counts.last_reason
 
     def write_seconds(self) -> float:
         """Of the newest durable snapshot; 0 while there is none."""
@@ -112,7 +122,9 @@ class BoundState:
         seconds = time.perf_counter() - begin
         if point is not None and self.inner is not None:
             self._run.restored(step, self.inner.samples, seconds)
-        self._loop.passed("restored", seconds, directory=point.directory if point is not None else "")
+        loaded = self.inner.loaded if self.inner is not None else None
+        sources = {} if loaded is None else loaded.sources()
+        self._loop.passed("restored", seconds, directory=point.directory if point is not None else "", **sources)
         return step
 
     def _from_memory(self, begin: float) -> bool:
@@ -176,6 +188,7 @@ def bind(
                 "no checkpoints: %d processes without a checkpoint writer; start the script with `regrow run`", environment.world_size
             )
         return _with_live(BoundState(run, loop, link, None), live)
+    catalog.check_writable(environment.checkpoint)
     first = environment.rank - environment.local_rank
     place = Place(
         spec=environment.spec,
@@ -215,6 +228,30 @@ def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[A
     loop.watch = StateWatch(modules, optimizers, digester, loop.faults, every=every, budget=budget)
     if optimizers and hasattr(optimizers[0], "register_step_pre_hook"):
         optimizers[0].register_step_pre_hook(lambda *_: loop.before_update())
+
+
+def replaying(run: Run, loop: StepLoop, model: Any, *, rate: float, units: int) -> Replay:
+    """What repeats micro-steps of this run, and tells the step loop what it found."""
+    environment = run.environment
+    least = min(environment.spec.micro_batches, default=1)
+    ring = None
+    if environment.spec.mesh.dp > 1 and run.control_group is not None:
+        ring = Ring(environment.rank, environment.spec.mesh, run.control_group, run.device)
+    made = Replay(
+        _as_list(model),
+        rate=rate,
+        seed=run.seed,
+        rank=environment.rank,
+        mesh=environment.spec.mesh,
+        units=units or least,
+        digester=Digester(digest_key(environment.job, run.seed)),
+        exchange=run.exchange,
+        ring=ring,
+        faults=loop.faults,
+        step=lambda: loop.started,
+    )
+    loop.repeats = made
+    return made
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -6,6 +6,8 @@ An order is `wire.Control.inject`:
     {"kind": "nan", "name": "..."}                 one gradient element of this rank becomes NaN
     {"kind": "hang", "phase": "step", "seconds": 60}   never comes back (or after so many seconds) in that phase
     {"kind": "slow", "ratio": 0.05, "steps": 100}  busy for that share of the step before synchronisation, for so many steps
+    {"kind": "gemm", "ratio": 0.5, "steps": 100, "bit": 28}    each micro-step under `run.replay` has a wrong bit in a matrix product
+                                                   with this probability (1: always the same one), for so many steps
     {"kind": "raise" | "exit" | "kill", "code": 1} ends this process
 
 Each with optional "step" (the next one by default) and "rank" (any rank that hears it by default).
@@ -13,11 +15,13 @@ Each with optional "step" (the next one by default) and "rank" (any rank that he
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import msgspec
@@ -64,6 +68,8 @@ class Faults:
         self._orders: list[Order] = []
         self._parameters: Named = tuple
         self._optimizer: Named = tuple
+        self._draws = random.Random(rank)  # noqa: S311 - repeatable, not secret
+        self._sick_until = -1
         self.done: list[Order] = []
         """What was carried out: the ground truth of a test."""
 
@@ -94,6 +100,29 @@ class Faults:
                 os._exit(order.code)
             for _ in self._take(step, "kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def computing(self, step: int) -> Generator[None]:
+        """A micro-step is computed here: with a sick matrix unit, when that was ordered."""
+        order = next((order for order in self._orders if order.kind == "gemm" and order.step <= step), None)
+        if order is None:
+            yield
+            return
+        if self._sick_until < 0:
+            self._sick_until = step + order.steps
+        if step >= self._sick_until:
+            self._sick_until = -1
+            self._finish(order, step)
+            yield
+            return
+        if self._draws.random() >= order.ratio:
+            yield
+            return
+        from regrow.agent.worker.chaos_gemm import SickProducts
+
+        always = order.ratio >= 1.0
+        with SickProducts(order.bit, random.Random(order.element) if always else self._draws):  # noqa: S311 - repeatable, not secret
+            yield
 
     def before_sync(self, step: int, compute_seconds: float) -> None:
         """Own compute is done, gradients are local: slow down, poison a gradient."""

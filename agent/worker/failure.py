@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -90,3 +91,22 @@ class UncaughtHook:
         """Take the hook out again, when it is still the one installed."""
         if sys.excepthook is self:
             sys.excepthook = self._old
+
+
+def stop_on_sigterm(request: Callable[[], None]) -> None:
+    """The first SIGTERM calls `request` (save and stop at one step of all ranks); the second one kills, as it would without us."""
+
+    def ask(number: int, frame: object) -> None:
+        del frame
+        request()
+        signal.signal(number, signal.SIG_DFL)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        with contextlib.suppress(ValueError):  # not the main thread: the script keeps its own rules
+            signal.signal(signal.SIGTERM, ask)
+
+
+def leave_sigterm() -> None:
+    """Take the handler out again, when it is still the one installed."""
+    if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

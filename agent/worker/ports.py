@@ -21,8 +21,16 @@ class Keeper(Protocol):
         """Take a snapshot. Returns when training may go on."""
         ...
 
+    def skip(self, step: int, reason: str) -> None:
+        """Take none although others of this step may: it is void for all at once, and counted."""
+        ...
+
     def wait_durable(self, step: int, seconds: float) -> bool:
         """Wait until this rank's part of `step` is on storage; False at the deadline or when it failed."""
+        ...
+
+    def last_reason(self) -> str:
+        """Why the newest snapshot that did not become durable did not; empty when none failed."""
         ...
 
     def write_seconds(self) -> float:
@@ -71,6 +79,18 @@ class Live(Protocol):
 
     def resting(self, step: int, samples: int) -> None:
         """What there is now is the state of this completed step."""
+        ...
+
+
+class Repeats(Protocol):
+    """What repeats micro-steps."""
+
+    def take_verdict(self) -> wire.ReplayVerdict | None:
+        """Of the check in this step, once; None: none was due."""
+        ...
+
+    def non_finite_again(self) -> bool | None:
+        """Repeat the step's work whose gradient is not finite; False: it was finite this time and is used. None: cannot tell."""
         ...
 
 

@@ -20,7 +20,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from regrow import wire
 from regrow.agent.progress import ProgressWriter, parse_location
 from regrow.agent.worker import environment as environments
 from regrow.agent.worker import failure, regroup
-from regrow.agent.worker.binding import BoundState, bind
+from regrow.agent.worker.binding import BoundState, bind, replaying
 from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.control import ControlVector, group_all_reduce
@@ -42,6 +41,7 @@ from regrow.agent.worker.groups import Groups, pick_device
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.ports import Measures
 from regrow.agent.worker.regroup import GenerationChanged, in_place
+from regrow.agent.worker.replay_judge import DEFAULT_RATE
 from regrow.agent.worker.steps import StepLoop
 from regrow.ckpt import exchange
 from regrow.ids import MeshShape
@@ -49,6 +49,8 @@ from regrow.ids import MeshShape
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from regrow.agent.worker.replay import Replay
 
 __all__ = ["GenerationChanged", "Run", "attach", "in_place"]
 
@@ -277,6 +279,16 @@ class Run:
         """Mark that this rank's own compute of the step is done and synchronisation follows: straggler detection reads it."""
         self._loop.computed()
 
+    def replay(self, model: Any, *, rate: float = DEFAULT_RATE, units: int = 0) -> Replay:
+        """Repeat sampled micro-steps and compare their gradients: ``loss = replay(compute, *inputs)`` instead of ``compute(*inputs)``.
+
+        Args:
+            model: a module or a list of modules: whose gradients `compute` leaves, before any reduction over replicas.
+            rate: share of steps of which one micro-step is repeated.
+            units: calls in a step, at least and on every rank; 0: one for each micro-batch of the shortest replica.
+        """
+        return replaying(self, self._loop, model, rate=rate, units=units)
+
     def before_update(self) -> None:
         """The optimizer is about to write. Called by itself for torch optimizers given to `train_state`; others call it."""
         self._loop.before_update()
@@ -359,7 +371,7 @@ def attach(
     loop.phase("model")
     loop.passed("rendezvous", time.perf_counter() - began)
     _current = Run(environment, device, groups, link, loop)
-    _stop_on_sigterm(loop)
+    failure.stop_on_sigterm(lambda: loop.request(save=True, stop=True))
     # Registered first, so run last: the interpreter's final collections, 1.5 CPU-seconds, then have nothing to walk.
     atexit.register(gc.freeze)
     atexit.register(_current.close)
@@ -370,9 +382,7 @@ def attach(
 def _leave(hook: failure.UncaughtHook) -> None:
     """Take the run apart, so that `attach` can join the next generation."""
     hook.remove()
-    handler = signal.getsignal(signal.SIGTERM)
-    if getattr(handler, "__module__", "") == __name__:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    failure.leave_sigterm()
     if _current is not None:
         atexit.unregister(_current.close)
         _current.close()
@@ -385,16 +395,3 @@ def _last_words(error: BaseException, environment: WorkerEnvironment, loop: Step
         )
         failure.write_error_file(environment.error_file, document)
     link.drain(0.5)
-
-
-def _stop_on_sigterm(loop: StepLoop) -> None:
-    """The first SIGTERM asks all ranks to save and stop at one step; the second one kills, as it would without us."""
-
-    def ask(number: int, frame: object) -> None:
-        del frame
-        loop.request(save=True, stop=True)
-        signal.signal(number, signal.SIG_DFL)
-
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        with contextlib.suppress(ValueError):  # not the main thread: the script keeps its own rules
-            signal.signal(signal.SIGTERM, ask)

@@ -13,7 +13,7 @@ from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.control import ControlVector, Words
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.link import AgentLink
-from regrow.agent.worker.ports import Keeper, Live, Measures, NoWatch, Watch
+from regrow.agent.worker.ports import Keeper, Live, Measures, NoWatch, Repeats, Watch
 from regrow.errors import ConfigurationError, OperationalError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class StepLoop:
         self.keeper: Keeper | None = None
         self.watch: Watch = NoWatch()
         self.live: Live | None = None
+        self.repeats: Repeats | None = None
         self.faults = faults
         self.check: Callable[[], None] = lambda: None
         """Called at each boundary; raises GenerationChanged when this generation is over."""
@@ -61,6 +62,8 @@ class StepLoop:
         self._computed: float | None = None
         self._synced_step = 0
         self._nonfinite = ""
+        self._nonfinite_again: bool | None = None
+        self._found: wire.ReplayVerdict | None = None
         self._last_exchange = (0, time.perf_counter())
 
     # --- position ---------------------------------------------------------------------------------------------
@@ -144,7 +147,14 @@ class StepLoop:
             return
         self._synced_step = self.started
         self.faults.before_sync(self.started, time.perf_counter() - self._began)
-        self._nonfinite = self.watch.before_sync() if own else ""
+        self._nonfinite, self._nonfinite_again = self.watch.before_sync() if own else "", None
+        if self._nonfinite and self.repeats is not None:
+            self._nonfinite_again = self.repeats.non_finite_again()
+        if self._nonfinite_again is False:
+            rank, name = self._environment.rank, self._nonfinite
+            reason = f"the gradient of {name} on rank {rank} was not finite, and finite when the same work was repeated"
+            self._found = wire.ReplayVerdict(verdict="diverged", once=(rank,), reason=reason, tensor=name, repaired=True)
+            self._nonfinite = ""
 
     def complete(self, step: int, measures: Measures) -> None:
         """The boundary after `step`: the update is applied."""
@@ -178,8 +188,9 @@ class StepLoop:
         saves = agreed is not None and bool(agreed.save or agreed.stop or step == self.total)
         digest, mismatch = self.watch.applied(step, whole=saves), self.watch.take_mismatch()
         nonfinite, self._nonfinite = self._nonfinite or measures.nonfinite, ""
+        verdict, self._found = self._found or (self.repeats.take_verdict() if self.repeats is not None else None), None
         self._damaged |= bool(mismatch)
-        self._doubtful |= bool(nonfinite)
+        self._doubtful |= bool(nonfinite) or (verdict is not None and verdict.verdict == "diverged" and not verdict.repaired)
         environment = self._environment
         compute = measures.compute_seconds if measures.compute_seconds is not None else self._computed
         self._link.send(
@@ -197,8 +208,10 @@ class StepLoop:
                 digest=digest,
                 at_rest_mismatch=mismatch,
                 nonfinite=nonfinite,
+                nonfinite_again=self._nonfinite_again if nonfinite else None,
+                replay=verdict,
             ),
-            droppable=not (mismatch or nonfinite),
+            droppable=not (mismatch or nonfinite or (verdict is not None and verdict.verdict == "diverged")),
         )
 
     # --- agreement --------------------------------------------------------------------------------------------
@@ -268,6 +281,8 @@ class StepLoop:
         elif self._damaged or self._doubtful:
             outcome, reason = "failed", "the state of this rank is not finite, or its memory changed at rest"
         if reason:
+            if outcome == "failed":
+                keeper.skip(step, reason)  # others may take part: their writers need not wait for us
             return wire.SaveReport(
                 generation=environment.generation,
                 rank=environment.rank,
@@ -293,8 +308,9 @@ class StepLoop:
         durable = report.outcome == "snapshot" and self.keeper.wait_durable(step, DURABLE_SECONDS)
         self.phase(before)
         if not durable:
+            reason = report.reason or self.keeper.last_reason() or "the writer did not confirm it in time"
             raise OperationalError(
-                f"the checkpoint of step {step} did not become durable: {report.reason or 'the writer did not confirm it in time'}",
+                f"the checkpoint of step {step} did not become durable: {reason}",
                 where=f"rank {self._environment.rank} on {self._environment.node}",
                 hint="look at the writer's log on this node; the job goes on from the checkpoint before",
             )

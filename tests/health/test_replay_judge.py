@@ -1,0 +1,126 @@
+"""Verdicts on repeated micro-steps as tables: who was wrong, who was only wrong once, and when nobody can say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regrow.agent.worker.replay_judge import Evidence, Seen, calm, distance, judge, noise, not_repeatable, same, sample
+from regrow.ids import MeshShape
+
+OK, BAD, OTHER = Seen("aa"), Seen("bb"), Seen("cc")
+
+
+def own(rank: int, *runs: Seen, clean: int = 5, **helped: tuple[Seen, ...]) -> Evidence:
+    return Evidence(rank=rank, own=runs, helped={int(name[1:]): seen for name, seen in helped.items()}, clean=clean)
+
+
+def mine(rank: int) -> Seen:
+    """The right result of a rank's own work: each rank has other data."""
+    return Seen(f"right {rank}")
+
+
+def healthy(rank: int, runs: int = 4, **helped: tuple[Seen, ...]) -> Evidence:
+    return own(rank, *(mine(rank) for _ in range(runs)), **helped)
+
+
+CASES = {
+    "all agree": ([healthy(0), healthy(1)], 2, "agree", (), ()),
+    "the run that counts was wrong": ([healthy(0), own(1, BAD, *(mine(1),) * 4)], 2, "diverged", (), (1,)),
+    "one repetition was wrong": ([healthy(0), own(1, mine(1), BAD, *(mine(1),) * 3)], 2, "diverged", (), (1,)),
+    "wrong again": ([healthy(0), own(1, BAD, mine(1), OTHER, mine(1))], 2, "diverged", (1,), ()),
+    "never the same": ([healthy(0), healthy(2), own(1, BAD, OTHER, Seen("d"))], 3, "diverged", (1,), ()),
+    "alone, and clean before": ([own(0, BAD, OK, OTHER, OK)], 1, "diverged", (0,), ()),
+    "alone, and never clean": ([own(0, BAD, OK, OTHER, OK, clean=0)], 1, "skipped", (), ()),
+    "the program does not repeat": ([own(0, OK, BAD, OTHER), own(1, OK, BAD, OTHER)], 2, "skipped", (), ()),
+    "two replicas differ": (
+        [healthy(0, r1=(BAD, BAD)), healthy(1, r0=(mine(0), mine(0)))],
+        2,
+        "diverged",
+        (),
+        (),
+    ),
+    "a helper was wrong once": (
+        [healthy(0, r1=(BAD, mine(1), mine(1))), healthy(1, r0=(mine(0), mine(0)))],
+        2,
+        "diverged",
+        (),
+        (0,),
+    ),
+    "two others outvote": (
+        [healthy(0, r1=(BAD, BAD)), healthy(1, r2=(mine(2), mine(2))), healthy(2, r1=(BAD, BAD), r0=(mine(0), mine(0)))],
+        3,
+        "diverged",
+        (1,),
+        (),
+    ),
+    "an always wrong helper is outvoted": (
+        [healthy(0, r1=(BAD, BAD)), healthy(1, r2=(mine(2),)), healthy(2, r1=(mine(1), mine(1)))],
+        3,
+        "diverged",
+        (0,),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_verdicts(name: str) -> None:
+    evidence, dp, verdict, suspects, once = CASES[name]
+    found = judge(evidence, MeshShape(dp=dp), 0.0)
+    assert (found.verdict, found.suspects, found.once) == (verdict, suspects, once), found.reason
+    assert found.repaired == (verdict == "diverged" and not suspects and bool(once))
+    assert calm(evidence, 0.0) == (verdict == "agree")
+
+
+def test_ranks_of_one_replica_are_named_together_those_of_two_are_not() -> None:
+    """Tensor parallelism spreads a wrong product over its group before anybody looks: one of them, but not which."""
+    wrong = lambda rank: own(rank, BAD, OTHER, mine(rank), mine(rank))  # noqa: E731
+    mesh = MeshShape(dp=3, tp=2)
+    together = judge([healthy(0), healthy(1), wrong(2), wrong(3), healthy(4), healthy(5)], mesh, 0.0)
+    assert (together.verdict, together.suspects) == ("diverged", (2, 3))
+    assert "one of ranks [2, 3]" in together.reason
+    apart = judge([healthy(0), wrong(1), healthy(2), wrong(3), healthy(4), healthy(5)], mesh, 0.0)
+    assert (apart.verdict, apart.suspects) == ("diverged", ())
+
+
+class TestNoise:
+    def test_floor_is_the_measured_difference_with_a_margin(self) -> None:
+        runs = (Seen("a", (1.0, 0.5, 0.25)), Seen("b", (1.0, 0.5 + 1e-7, 0.25)))
+        evidence = [own(rank, *runs) for rank in range(2)]
+        floor = noise(evidence)
+        assert floor == pytest.approx(8e-7, rel=1e-6)
+        assert not_repeatable(evidence, 0.0)
+        assert calm(evidence, floor)
+        assert not same(runs[0], Seen("c", (1.0, 0.5 + 1e-5, 0.25)), floor)
+
+    def test_what_is_not_finite_is_never_near(self) -> None:
+        assert distance(Seen("a", (1.0, 1.0, 1.0)), Seen("b", (float("nan"),) * 3)) == float("inf")
+        assert distance(Seen("a", (1.0, 1.0, 1.0)), Seen("b", ())) == float("inf")
+        assert distance(Seen("a", (0.0, 0.0, 0.0)), Seen("b", (0.0, 0.0, 0.0))) == 0.0
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.lists(st.sampled_from(["right", "x", "y"]), min_size=2, max_size=6), min_size=1, max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+def test_nobody_is_accused_without_two_wrong_runs(clean: int, worlds: list[list[str]]) -> None:
+    evidence = [own(rank, *(Seen(f"{rank}{run}") for run in runs), clean=clean) for rank, runs in enumerate(worlds)]
+    found = judge(evidence, MeshShape(dp=len(worlds)), 0.0)
+    for suspect in found.suspects:
+        runs = worlds[suspect]
+        assert len(runs) - max(runs.count(value) for value in set(runs)) >= 1
+        assert len(set(runs)) > 1
+    for rank in found.once:
+        runs = worlds[rank]
+        assert len(runs) - max(runs.count(value) for value in set(runs)) == 1
+
+
+def test_samples_are_alike_on_every_rank_and_differ_by_seed() -> None:
+    first = [sample(1, step, 0.1, 4) for step in range(500)]
+    assert first == [sample(1, step, 0.1, 4) for step in range(500)]
+    assert first != [sample(2, step, 0.1, 4) for step in range(500)]
+    assert all(sample(1, step, 1.0, 1) is not None for step in range(50))
+    assert not any(sample(1, step, 0.0, 1) for step in range(50))
