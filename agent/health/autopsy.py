@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from regrow.agent import stacks
-from regrow.agent.health import flight, jobs, stackview
+from regrow.agent.health import flight, jobs, ras, stackview
 from regrow.agent.health.autopsy_verdict import RankView, Verdict, judge
 from regrow.agent.progress import Progress, read_progress
 from regrow.errors import OperationalError
@@ -22,6 +22,7 @@ from regrow.errors import OperationalError
 SAMPLE_GAP_SECONDS = 1.5
 """Between the two looks: a rank that is at another place then, or computed meanwhile, is moving."""
 BUDGET_SECONDS = 30.0
+RAS_SECONDS = 6.0
 _AT_ONCE = 4
 _BUSY_SHARE = 0.2
 _TICKS = 100
@@ -61,6 +62,7 @@ async def examine(
     dumps: Sequence[Path] = (),
     gap_seconds: float = SAMPLE_GAP_SECONDS,
     budget_seconds: float = BUDGET_SECONDS,
+    ras_address: str = "",
 ) -> Autopsy:
     """Look at all jobs, or those of `pids`, within the budget.
 
@@ -69,6 +71,7 @@ async def examine(
         dumps: flight recorder dumps, in addition to those that the jobs' environment points at.
         gap_seconds: between the two looks.
         budget_seconds: for everything; what was not seen by then is told as a problem.
+        ras_address: of NCCL's RAS service; empty: NCCL_RAS_ADDR of the job, else NCCL's own default.
 
     Raises:
         OperationalError: a dump that was named cannot be read.
@@ -78,10 +81,16 @@ async def examine(
     recordings = [flight.read(path) for path in dumps]
     limit = asyncio.Semaphore(_AT_ONCE)
     first = await _look(found, limit, budget_seconds / 2)
+    told = await _services(found, ras_address)
     await asyncio.sleep(max(0.0, gap_seconds))
     second = await _look(found, limit, max(1.0, budget_seconds - (time.monotonic() - began)))
+    told_again = await _services(found, ras_address)
     reports = [
-        _report([(one, *pair) for one, pair in zip(found, zip(first, second, strict=True), strict=True) if one.job == name], recordings)
+        _report(
+            [(one, *pair) for one, pair in zip(found, zip(first, second, strict=True), strict=True) if one.job == name],
+            recordings,
+            (told.get(name), told_again.get(name)),
+        )
         for name in dict.fromkeys(one.job for one in found)
     ]
     return Autopsy(jobs=tuple(reports), seconds=time.monotonic() - began)
@@ -127,13 +136,44 @@ async def _look(found: Sequence[jobs.TrainingProcess], limit: asyncio.Semaphore,
     return list(await asyncio.gather(*(one(process) for process in found)))
 
 
-def _report(samples: Sequence[tuple[jobs.TrainingProcess, _Sample, _Sample]], named: Sequence[flight.Recording]) -> JobReport:
+async def _services(found: Sequence[jobs.TrainingProcess], address: str) -> dict[str, ras.Ras | str]:
+    """{job: what NCCL says, or why not}. Where nobody listens there is no entry: most jobs have no such service."""
+    answers: dict[str, ras.Ras | str] = {}
+    for name in dict.fromkeys(one.job for one in found):
+        told = next((one.environment[jobs.RAS_VARIABLE] for one in found if one.job == name and jobs.RAS_VARIABLE in one.environment), "")
+        try:
+            answers[name] = await ras.ask(address or told or f"localhost:{ras.PORT}", RAS_SECONDS)
+        except TimeoutError:
+            answers[name] = f"NCCL's service did not answer in {RAS_SECONDS:g} s"
+        except ValueError as error:
+            answers[name] = str(error)
+        except OSError as error:
+            if address or told:
+                answers[name] = f"NCCL's service at {address or told}: {error}"
+    return answers
+
+
+def _of_nccl(
+    told: tuple[ras.Ras | str | None, ras.Ras | str | None], ranks: Sequence[RankView], world: int, problems: list[str]
+) -> list[flight.FlightFinding]:
+    first, second = told
+    if isinstance(first, ras.Ras) and isinstance(second, ras.Ras):
+        return ras.findings(first, second, {one.pid: one.rank for one in ranks}, world)
+    problems += [one for one in dict.fromkeys(told) if isinstance(one, str)]
+    return []
+
+
+def _report(
+    samples: Sequence[tuple[jobs.TrainingProcess, _Sample, _Sample]],
+    named: Sequence[flight.Recording],
+    told: tuple[ras.Ras | str | None, ras.Ras | str | None] = (None, None),
+) -> JobReport:
     ranks = tuple(_view(*one) for one in samples)
     world = max((process.world_size for process, _, _ in samples), default=0)
     local = max((process.local_world_size for process, _, _ in samples), default=0)
     problems = [f"rank {process.rank}: {second.problem}" for process, _, second in samples if second.problem]
     recordings = {one.rank: one for one in (*_dumps([process for process, _, _ in samples], problems), *named)}
-    findings = tuple(flight.compare(recordings.values()))
+    findings = (*_of_nccl(told, ranks, world, problems), *flight.compare(recordings.values()))
     return JobReport(
         job=samples[0][0].job,
         world_size=world,

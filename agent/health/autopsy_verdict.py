@@ -30,6 +30,14 @@ _CAUSES = {
 }
 
 
+_RECORDED = {
+    "mismatch": "collective_mismatch",
+    "behind": "collective_not_entered",
+    "not_completed": "collective_not_completed",
+    "gone": "process_unreachable",
+}
+
+
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
     """One rank, looked at twice."""
 
@@ -112,15 +120,14 @@ def _moving(known: Sequence[RankView]) -> Verdict | None:
 def _recorded(known: Sequence[RankView], findings: Sequence[FlightFinding]) -> Verdict | None:
     here = {one.rank for one in known}
     for one in findings:
-        if one.ranks and here.intersection(one.ranks):
-            cause = {"mismatch": "collective_mismatch", "behind": "collective_not_entered", "not_completed": "collective_not_completed"}
+        if one.everywhere or here.intersection(one.ranks):
             return Verdict(
                 status="hung",
-                cause=cause[one.kind],
+                cause=_RECORDED[one.kind],
                 ranks=one.ranks,
                 process_group=one.group,
                 sequence=one.sequence,
-                text=f"{_names(one.ranks)} in process group {one.group!r}: {one.text}{_where(known, one.ranks)}",
+                text=f"{_names(one.ranks) if one.ranks else 'a rank of another host'} in process group {one.group!r}: {one.text}{_where(known, one.ranks)}",
             )
     return None
 

@@ -53,10 +53,12 @@ class FlightFinding(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     kind: str
     """`behind`: enqueued less than the others; `mismatch`: another collective under the same number; `not_completed`: all
-    enqueued it, some have not completed it."""
+    enqueued it, some have not completed it; `gone`: no answer from it."""
     ranks: tuple[int, ...]
     sequence: int
     text: str
+    everywhere: bool = False
+    """Told by a service that knows the ranks of all hosts."""
 
 
 class _NoCode(pickle.Unpickler):

@@ -14,6 +14,7 @@ from regrow.processes import stat_fields
 _REGROW_LOG = re.compile(r"^(?P<folder>.*/jobs/(?P<job>[^/]+)/g(?P<generation>\d+))/rank(?P<rank>\d+)\.out$")
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _WORLDS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+RAS_VARIABLE = "NCCL_RAS_ADDR"
 _NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
@@ -32,7 +33,7 @@ class TrainingProcess(msgspec.Struct, frozen=True, kw_only=True):
     started: int = 0
     """Start time in clock ticks: with the pid it names the process for good."""
     environment: dict[str, str] = {}
-    """What tells where dumps are (TORCH_*)."""
+    """What tells where dumps are (TORCH_*) and where NCCL answers."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +128,7 @@ def _other(pid: int, environment: Mapping[str, str], state: State) -> TrainingPr
         job=" at ".join([*names, *([master] if master else [])]) or f"world of {world}",
         local_world_size=_number(environment, ("LOCAL_WORLD_SIZE",)) or 0,
         started=state.started,
-        environment={name: value for name, value in environment.items() if name.startswith("TORCH_")},
+        environment={name: value for name, value in environment.items() if name.startswith("TORCH_") or name == RAS_VARIABLE},
     )
 
 

@@ -31,10 +31,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
         gap: Annotated[float, typer.Option("--gap", min=0.1, max=60, help="Seconds between the two looks.")] = 1.5,
         budget: Annotated[float, typer.Option("--budget", min=2, help="Seconds for everything.")] = 30.0,
+        ras: Annotated[str, typer.Option("--ras", metavar="HOST:PORT", help="NCCL's RAS service; default: the job's NCCL_RAS_ADDR.")] = "",
         frames: Annotated[bool, typer.Option("--frames", help="Print the stacks of each group.")] = False,
         as_json: Json = False,
     ) -> None:
-        found = _merged(merge) if merge else _examined(tuple(pid or ()), tuple(flight or ()), gap, budget)
+        found = _merged(merge) if merge else _examined(tuple(pid or ()), tuple(flight or ()), gap, budget, _address(ras))
         emit(found, as_json=as_json, human=lambda: _tell(found, frames=frames))
         statuses = {one.verdict.status for one in found.jobs}
         raise typer.Exit(
@@ -42,7 +43,14 @@ def register(app: typer.Typer) -> None:
         )
 
 
-def _examined(pids: tuple[int, ...], dumps: tuple[Path, ...], gap: float, budget: float) -> Autopsy:
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if text and not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigurationError(f"{text!r} is no address", where="--ras", hint="HOST:PORT, like localhost:28028")
+    return text
+
+
+def _examined(pids: tuple[int, ...], dumps: tuple[Path, ...], gap: float, budget: float, ras: str) -> Autopsy:
     import asyncio
 
     from regrow.agent import stacks
@@ -50,7 +58,7 @@ def _examined(pids: tuple[int, ...], dumps: tuple[Path, ...], gap: float, budget
 
     if stacks.py_spy() is None:
         raise ConfigurationError("py-spy is not there", where="regrow autopsy", hint="pip install py-spy")
-    found = asyncio.run(autopsy.examine(pids=pids, dumps=dumps, gap_seconds=gap, budget_seconds=budget))
+    found = asyncio.run(autopsy.examine(pids=pids, dumps=dumps, gap_seconds=gap, budget_seconds=budget, ras_address=ras))
     if not found.jobs:
         raise OperationalError(
             "no training process that this user may look at",
