@@ -13,6 +13,7 @@ from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
 from regrow.parallel import shape
 from regrow.parallel.planner import Row, plan
+from regrow.parallel.reroute import reroute
 from regrow.parallel.search import Plan, Request
 
 _MARGIN = 0.05
@@ -109,8 +110,9 @@ def after_loss(request: Request, before: Plan, lost: int, recovery: Recovery) ->
     if best is not None and (shrunk is None or best.mesh != shrunk.mesh):
         found.append(_option("re-plan", before, best, recovery, "another TP or PP for what is left"))
     if before.mesh.dp > 1 and before.mesh.pp > 1 and before.zero_stage < 3:
-        found.append(_reroute(before, lost, request.inventory.gpus_per_node))
-        found[-1] = _with_loss(found[-1], before, recovery)
+        other = _reroute(before, lost, request.inventory.gpus_per_node, recovery)
+        if other is not None:
+            found.append(_with_loss(other, before, recovery))
     found.append(_with_loss(_wait(recovery), before, recovery))
     found.sort(key=lambda option: option.lost_seconds)
     return Answer(lost_nodes=lost, options=tuple(found), verdict=_verdict(found, before, request, recovery))
@@ -153,25 +155,33 @@ def _wait(recovery: Recovery) -> Option:
     )
 
 
-def _reroute(before: Plan, lost: int, gpus_per_node: int) -> Option:
-    """Peers of the same stage in other replicas take the lost stage's micro-batches (ReCycle,
-    https://arxiv.org/abs/2405.14009). The bubble absorbs a part: an estimate, the runtime does not do it yet."""
+def _reroute(before: Plan, lost: int, gpus_per_node: int, recovery: Recovery) -> Option | None:
+    """Peers of the same stage in other replicas take the lost stage's micro-batches (`reroute`): evaluated, not in the runtime.
+
+    A node holds consecutive stages of one replica (rank order TP, CP, PP, DP). The optimizer share that lay there is read again.
+    """
     mesh = before.mesh
-    stages = max(1, lost * gpus_per_node // (mesh.tp * mesh.cp))
-    worst = min(mesh.dp - 1, max(1, stages // mesh.pp))
-    more = worst / (mesh.dp - worst)
-    slack = before.bubble_fraction / (1.0 - before.bubble_fraction)
-    factor = max(1.0, (1.0 + more) / (1.0 + slack))
+    ranks = range(lost * gpus_per_node // (mesh.tp * mesh.cp) or 1)
+    workers = sorted({(rank // mesh.pp, rank % mesh.pp) for rank in ranks if rank < mesh.dp * mesh.pp})
+    found = reroute(mesh.dp, mesh.pp, before.micro_batches[0], workers)
+    if found is None:
+        return None
+    moved = before.usage.optimizer
+    how = "played through" if found.played else "too large to play, taken as long as without the replica"
     return Option(
         name="re-route",
         mesh=mesh,
         plan=None,
-        step_seconds=before.step_seconds * factor,
-        moved_bytes=0.0,
-        transition_seconds=5.0,
+        step_seconds=before.step_seconds * (1.0 + found.slower),
+        moved_bytes=moved,
+        transition_seconds=recovery.reform_seconds + moved / recovery.restore_bytes_per_second,
         lost_seconds=0.0,
-        reason=f"research estimate, not in the runtime: {stages} lost stages' micro-batches go to their peers, step {factor - 1.0:+.1%}",
+        reason=f"an idea, not in the runtime: peers run the micro-batches of {_many(len(workers), 'lost stage')}, step {found.slower:+.1%} ({how})",
     )
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _verdict(options: list[Option], before: Plan, request: Request, recovery: Recovery) -> str:
