@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from regrow.ckpt.manifest import DAMAGED_NAME, DamagedCheckpointError, Parent, Record, parse_directory, read_record
-from regrow.errors import OperationalError
+from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape
 from regrow.wire import RestorePoint
+
+_PROBE_BYTES = 4096
+"""A block: a full file system takes an empty file."""
 
 
 class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +177,24 @@ def decide_restore(path: str | Path, *, expected: bool = False, fresh_start: boo
             hint="`regrow ckpt verify` names the damage; ask for a fresh start to begin at step 0 (--fresh-start)",
         )
     return None
+
+
+def check_writable(path: str | Path) -> None:
+    """Make the checkpoint folder where it is missing, and prove by a file that it can be written, before anybody trains for it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    folder = Path(path)
+    hint = "give a folder that all workers can write, or make room"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise ConfigurationError(f"the checkpoint folder cannot be written: {error.strerror}", where=str(path), hint=hint) from error
 
 
 def highest_generation(path: str | Path) -> int:

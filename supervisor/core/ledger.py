@@ -9,6 +9,7 @@ import msgspec
 from regrow import wire
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import Charge, LedgerRecord
+from regrow.supervisor.core.tracebacks import error_line
 
 PROGRAM = "program"
 BUDGETED = ("infrastructure", "preemption", "program", "unknown")
@@ -115,4 +116,4 @@ def fingerprint(error: str) -> str:
     place = frames[-1] if frames else ""
     where = re.search(r'File "([^"]*)", line (\d+)', place)
     name = f"{where[1].rsplit('/', 1)[-1]}:{where[2]}" if where else ""
-    return f"{name} {_NOISE.sub('#', lines[-1])}"[:200].strip()
+    return f"{name} {_NOISE.sub('#', error_line(error))}"[:200].strip()

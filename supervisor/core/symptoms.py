@@ -9,6 +9,7 @@ import msgspec
 from regrow.supervisor.core import hang, rates
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.tracebacks import error_line
 from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Member, NodeView, Stall, View
 
 RESTORE_FAILED_EXIT = 75
@@ -144,7 +145,7 @@ def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> 
         return change(base, text="left with 0 before its declared end")
     if ended.exit_code == RESTORE_FAILED_EXIT:
         return change(base, text="could not restore", explains=generation.refusal is not None)
-    last = ended.error.strip().splitlines()[-1] if ended.error.strip() else ""
+    last = error_line(ended.error)
     if _LOST_PEER.search(ended.error):
         return change(base, text=f"lost a peer: {last[:200]}", explains=False, traceback="")
     if ended.said_action in _HARDWARE_WORDS:

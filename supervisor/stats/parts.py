@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from regrow.supervisor.core.tracebacks import error_line
 from regrow.supervisor.core.view import Incident
 from regrow.supervisor.journal import Entry
 
@@ -163,6 +164,5 @@ def words(entry: Entry) -> str:
     if entry.kind == "lease_expired":
         return f"the lease of {entry.node} expired"
     if entry.kind == "workers_exited":
-        errors = [str(item.get("error", "")).strip().splitlines()[-1:] for item in entry.data.get("exits", [])]
-        more = "; ".join(line for lines in errors for line in lines)
+        more = "; ".join(filter(None, (error_line(str(item.get("error", ""))) for item in entry.data.get("exits", []))))
     return (entry.text + (f": {more}" if more else "") or entry.kind)[:400]

@@ -18,7 +18,7 @@ from regrow.ckpt.commit import Collector, checkpoint_record, write_record
 from regrow.ckpt.manifest import read_record
 from regrow.ckpt.retention import Retention, prune
 from regrow.ckpt.verify import verify
-from regrow.errors import FencedError, OperationalError
+from regrow.errors import ConfigurationError, FencedError, OperationalError
 from regrow.wire import ShardFile, ShardsDurable, ShardsFailed
 
 
@@ -190,6 +190,20 @@ def test_a_damaged_one_is_set_aside_and_the_next_older_is_taken(tmp_path):
     assert entry.step == 1
     damaged = catalog.scan(tmp_path)[0]
     assert (damaged.state, damaged.problem) == ("damaged", "was set aside: rank 1 found a wrong block")
+
+
+@pytest.mark.parametrize("place", ["file/below", "/proc/regrow"])
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, place):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigurationError, match="cannot be written") as refusal:
+        catalog.check_writable(tmp_path / place)
+    assert place in refusal.value.where
+    assert refusal.value.hint
+
+
+def test_the_check_of_a_folder_leaves_it_empty(tmp_path):
+    catalog.check_writable(tmp_path / "new" / "folder")
+    assert not list((tmp_path / "new" / "folder").iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")

@@ -9,7 +9,7 @@ from world import PROGRAM, World, hello, running, spec
 from regrow import wire
 from regrow.ids import MeshShape
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core import goodput, hang, ladder, ledger, membership, quarantine, rates, restore, sdc
+from regrow.supervisor.core import goodput, hang, ladder, ledger, membership, quarantine, rates, restore, sdc, tracebacks
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import Charge, LedgerRecord, QuarantineRecord
 from regrow.supervisor.core.symptoms import find
@@ -149,6 +149,36 @@ def test_old_and_restored_charges_do_not_count() -> None:
 )
 def test_fingerprint(one: str, other: str, same: bool) -> None:
     assert (ledger.fingerprint(one) == ledger.fingerprint(other)) == same
+
+
+MANY = (
+    'Traceback (most recent call last):\n  File "/x/a.py", line 1, in f\n    g()\n    ^^^\n'
+    "regrow.errors.OperationalError: rank 0: not durable\n  try: look at the writer's log\n"
+)
+
+
+GROUP = (
+    '  + Exception Group Traceback (most recent call last):\n  |   File "/x/a.py", line 1, in f\n  |     g()\n'
+    "  | ExceptionGroup: two (1 sub-exception)\n  +-+---------------- 1 ----------------\n"
+    '    | Traceback (most recent call last):\n    |   File "/x/a.py", line 2, in g\n    |     h()\n    | ValueError: b\n'
+    "    +------------------------------------\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (PROGRAM, PROGRAM.strip().splitlines()[-1]),
+        (MANY, "regrow.errors.OperationalError: rank 0: not durable"),
+        ("During handling of the above exception\n\n" + MANY, "regrow.errors.OperationalError: rank 0: not durable"),
+        (MANY.replace("  try: look", "try: look"), "regrow.errors.OperationalError: rank 0: not durable"),
+        ("ValueError: a\nsecond", "ValueError: a"),
+        (GROUP, "ValueError: b"),
+        ("\n", ""),
+    ],
+)
+def test_the_line_that_names_the_error(text: str, line: str) -> None:
+    assert tracebacks.error_line(text) == line
 
 
 # --- quarantine

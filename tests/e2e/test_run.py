@@ -252,6 +252,13 @@ def test_second_run_in_one_folder_is_refused(launch: Callable[..., Run], tmp_pat
     assert first.gone(2.0) == []
 
 
+def test_checkpoint_folder_that_cannot_be_written_is_refused_at_once(launch: Callable[..., Run], tmp_path: Path) -> None:
+    run = launch(*toy(tmp_path, 5, "--checkpoint-dir", "/proc/regrow"))
+    assert run.wait() == 2
+    assert "/proc/regrow: the checkpoint folder cannot be written" in run.log.read_text()
+    assert not run.root.exists()
+
+
 def test_wrong_arguments_of_the_script_are_not_restarted(launch: Callable[..., Run]) -> None:
     run = launch("--local", "1", "--nproc-per-node", "2", "--job", "usage", str(PLAIN), "--no-such-flag")
     assert run.wait() == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow import wire
+from regrow.ckpt.catalog import check_writable
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape, check_name
 from regrow.local.api import SupervisorClient
@@ -203,6 +204,8 @@ def _check_mesh(spec: wire.JobSpec, workers: int) -> None:
 async def run_local(spec: wire.JobSpec, request: Request, *, plain: bool) -> tuple[int, dict[str, Any]]:
     """Start a cluster here, run the job to its end, stop everything. (exit code, last document)"""
     root = run_folder(request, spec.job)
+    if request.checkpoint_dir:
+        check_writable(spec.checkpoint.path)
     plan = ClusterPlan(root=root, nodes=request.nodes, slots=spec.nproc_per_node)
     with LiveView(title=f"job {spec.job}", plain=plain) as view:
         view.note(f"starting {request.nodes} agents with {spec.nproc_per_node} workers each; run folder {root}")
