@@ -285,19 +285,21 @@ class Routes:
     async def events(self, request: Request) -> Response:
         """The journal: what is in memory after an id, and with follow=1 what comes, as server-sent events."""
         after = _number(request, "after") or 0
-        limit = _number(request, "limit") or 1_000
+        limit = _number(request, "limit")
         job = request.query_params.get("job", "")
         journal = self._supervisor.journal
         if request.query_params.get("follow", "0") in ("0", ""):
-            return _json({"events": journal.since(after, job=job, limit=limit)})
-        return StreamingResponse(self._follow(after, job), media_type="text/event-stream", headers={"cache-control": "no-store"})
+            return _json({"events": journal.since(after, job=job, limit=limit or 1_000)})
+        return StreamingResponse(
+            self._follow(after, job, limit or 20_000), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
 
-    async def _follow(self, after: int, job: str) -> AsyncIterator[bytes]:
+    async def _follow(self, after: int, job: str, limit: int) -> AsyncIterator[bytes]:
         journal = self._supervisor.journal
         follower = journal.follow()
         try:
             last = after
-            for entry in journal.since(after, job=job, limit=20_000):
+            for entry in journal.since(after, job=job, limit=limit):
                 last = entry.id
                 yield _sse(entry)
             yield b": here\n\n"

@@ -57,7 +57,8 @@ def _runs_without_steps(generation: GenerationView) -> bool:
 def job_line(job: JobView, now: float) -> dict[str, Any]:
     """A job in a list."""
     whole = job_summary(job, now)
-    return {name: whole[name] for name in ("job", "state", "reason", "generation", "step", "mesh", "loss", "goodput")}
+    kept = ("job", "state", "reason", "generation", "step", "mesh", "loss", "goodput", "ettr", "checkpoint", "restarts")
+    return {name: whole[name] for name in kept} | {"newest_incident": whole["incidents"][-1] if whole["incidents"] else None}
 
 
 _ADVICE_SECONDS = Policy().budget_window_seconds
@@ -216,6 +217,7 @@ def node(view: View, item: NodeView, now: float) -> dict[str, Any]:
         "slots": item.slots,
         "connected": item.connected,
         "silent_seconds": max(0.0, now - item.silent_since) if item.silent_since is not None else None,
+        "gone_seconds": max(0.0, now - item.disconnected_at) if item.disconnected_at is not None and not item.connected else None,
         "cordoned": item.name in view.cordoned,
         "draining": item.name in view.drains or bool(item.leaving),
         "unusable": item.unusable,

@@ -110,7 +110,7 @@ class Metrics:
             if message.stall_seconds > longest:
                 made["regrow_lost_seconds"].labels(job, "checkpoint").inc(message.stall_seconds - longest)
             seen.stall = (message.step, max(longest, message.stall_seconds))
-        if message.state in ("durable", "committed") and message.write_seconds > 0:
+        if message.state == "durable" and message.write_seconds > 0:
             made["regrow_checkpoint_write_seconds"].labels(job).observe(message.write_seconds)
         if message.state == "committed":
             made["regrow_checkpoint_written_bytes"].labels(job).inc(message.num_bytes)

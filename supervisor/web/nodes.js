@@ -9,6 +9,7 @@ const MEANING = {
   member: "runs a job", spare: "ready, not used", suspect: "silent", gone: "agent not connected", quarantined: "hardware not trusted",
   draining: "being emptied", unhealthy: "failed a check", cordoned: "takes no new work",
 };
+const MOST_NAMED = 96;
 const cells = new Map();
 let chosen = "";
 let filter = "";
@@ -105,6 +106,7 @@ export function update(grid, rows, whole) {
     cell.hidden = !matches(cell);
   }
   grid.append(fresh);
+  grid.classList.toggle("named", cells.size <= MOST_NAMED);
 }
 
 export function legend(target, nodes) {

@@ -28,7 +28,8 @@ async function listen() {
       const answer = await fetch("/v1/page", { headers: headers(), cache: "no-store" });
       if (answer.status === 401 || answer.status === 403) {
         linked(false, "token needed");
-        await askToken("To look at this cluster a token is needed.");
+        const given = sessionStorage.getItem(TOKEN);
+        await askToken(given ? `The token is not accepted: ${await problem(answer)}` : "To look at this cluster a token is needed.");
         continue;
       }
       if (!answer.ok) throw new Error(`status ${answer.status}`);

@@ -2,6 +2,7 @@
 
 const PHASES = ["detect", "decide", "fence", "stop", "start", "rendezvous", "restore", "first_step"];
 const SHORT = ["det", "dec", "fen", "stop", "sta", "ren", "res", "1st"];
+const NARROW = 0.05;
 const MOST_RANK_CELLS = 256;
 const MOST_STAGE_CELLS = 4096;
 
@@ -17,6 +18,12 @@ export function ago(seconds) {
 
 export function clock(at) {
   return new Date(at * 1000).toLocaleTimeString([], { hour12: false });
+}
+
+// +0.12 or -3.40; what rounds to nothing is 0.00 and has no sign
+function signed(seconds) {
+  const text = Math.abs(seconds).toFixed(2);
+  return `${Number(text) === 0 ? "" : seconds < 0 ? "−" : "+"}${text}`;
 }
 
 // cells: text or elements; header names that begin with "#" hold numbers
@@ -104,7 +111,7 @@ export function phases(values) {
   const words = [];
   PHASES.forEach((name, index) => {
     if (!(name in values)) return;
-    const part = element("i", { className: `p${index}`, textContent: SHORT[index], title: `${name} ${values[name].toFixed(2)} s` });
+    const part = element("i", { className: `p${index}`, textContent: values[name] / total < NARROW ? "" : SHORT[index], title: `${name} ${values[name].toFixed(2)} s` });
     part.style.flex = `${values[name] / total} 1 0`;
     part.setAttribute("aria-hidden", "true");
     bar.append(part);
@@ -129,7 +136,7 @@ export function incidents(target, job) {
     if (item.reason) box.append(element("p", { className: "soft", textContent: `Why: ${item.reason}` }));
     const list = element("ul", { className: "evidence" });
     for (const found of item.evidence) {
-      list.append(element("li", { textContent: `${(found.at - item.at).toFixed(2)} s ${found.kind.replaceAll("_", " ")} ${found.text}` }));
+      list.append(element("li", { textContent: `${signed(found.at - item.at)} s ${found.kind.replaceAll("_", " ")} ${found.text}` }));
     }
     if (item.evidence.length) box.append(list);
     return box;
@@ -158,7 +165,7 @@ export function quarantine(target, spares, state, order) {
     const button = element("button", { type: "button", textContent: "clear" });
     button.setAttribute("aria-label", `clear ${item.node}`);
     button.addEventListener("click", () => order(item.node, "clear"));
-    const until = item.until ? `until ${clock(item.until)}` : "";
+    const until = item.until ? clock(item.until) : "";
     return [item.node, item.state, until, String(item.strikes), item.reason, item.key, item.state === "probation" ? "" : button];
   });
   target.replaceChildren(table(["node", "state", "until", "#strikes", "reason", "hardware", ""], rows));

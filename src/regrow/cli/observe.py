@@ -69,17 +69,19 @@ def observe(
         find=find,
         https=(known or "").startswith("https:"),
     )
-    document = asyncio.run(session.run(options, tell=lambda at: _tell(at, options)))
+    document = asyncio.run(session.run(options, tell=lambda at: _tell(at, options, known), say=say))
     emit(document, as_json=as_json, human=lambda: _story(document))
     raise typer.Exit((document["run_exit_code"] or 0) if once else 0)
 
 
-def _tell(addresses: dict[str, str], options: Options) -> None:
+def _tell(addresses: dict[str, str], options: Options, supervisor: str | None) -> None:
+    if supervisor:
+        say(f"page          {supervisor}/")
     say(f"Prometheus    {addresses['alerts_page']}")
     say(f"Alertmanager  {addresses['alertmanager']} (amtool --alertmanager.url={addresses['alertmanager']} alert)")
     say(f"files         {addresses['root']} (rules with all times x {options.factor:.3g})")
     say(addresses["grafana"])
-    say("Ctrl-C ends it" if not options.once else "ends with the run")
+    say("ends with the run" if options.once else "Ctrl-C ends it; until then all of it can be looked at")
 
 
 def _story(document: dict[str, Any]) -> None:

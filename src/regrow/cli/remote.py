@@ -12,11 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from regrow import security
-from regrow.errors import ConfigurationError, OperationalError
+from regrow.errors import ConfigurationError, OperationalError, RegrowError
 
 Address = Annotated[str, typer.Option("--supervisor", help="URL of the supervisor.", envvar="REGROW_SUPERVISOR")]
 StoreUrl = Annotated[str, typer.Option("--store", help="Store URL: the leader's address is read from it.", envvar="REGROW_STORE")]
 Cluster = Annotated[str, typer.Option("--cluster", help="Cluster name in the store.", envvar="REGROW_CLUSTER")]
+
+_AGAIN_SECONDS = 1.0
 
 
 def find(supervisor: str, store: str, cluster: str) -> str:
@@ -115,6 +117,36 @@ def _answer(status: int, text: str, where: str) -> Any:
     found = document.get("error", {}) if isinstance(document, dict) else {}
     kind = ConfigurationError if status < 500 else OperationalError
     raise kind(str(found.get("what", text[:200])), where=str(found.get("where", where)), hint=str(found.get("hint", "")))
+
+
+def follow(find: Callable[[], str], path: str, *, patience_seconds: float = 60.0, **params: Any) -> Iterator[dict[str, Any]]:
+    """`stream` of journal entries over the end of a connection: the leader may move. Each entry comes once.
+
+    Raises:
+        OperationalError: nobody answered for `patience_seconds`.
+        ConfigurationError: nothing says where the supervisor is.
+    """
+    import time
+
+    last: tuple[int, int] | None = None
+    lost_at: float | None = None
+    while True:
+        again = last
+        try:
+            for entry in stream(find(), path, **params):
+                lost_at = None
+                if again is not None and (entry["epoch"], entry["id"]) <= again:
+                    continue
+                again, last = None, (entry["epoch"], entry["id"])
+                yield entry
+            raise OperationalError("the connection ended", where=path)
+        except RegrowError as error:
+            lost_at = lost_at or time.monotonic()
+            if last is None or time.monotonic() - lost_at > patience_seconds:
+                raise
+            sys.stderr.write(f"regrow: {error.what}; asking again\n")
+            time.sleep(_AGAIN_SECONDS)
+        params |= {"after": 0, "limit": ""}  # another leader counts anew
 
 
 def stream(base: str, path: str, **params: Any) -> Iterator[dict[str, Any]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regrow.cli import remote, tables
 from regrow.cli.output import Json, emit
-from regrow.errors import OperationalError
+from regrow.errors import RegrowError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,15 +42,13 @@ def status(
         emit(document, as_json=as_json, human=lambda: tables.console().print(view(document)))
         return
     try:
-        _live(base, document, every)
+        _live(lambda: remote.find(supervisor, store, cluster), base, document, every)
     except KeyboardInterrupt:
         return
 
 
-def _live(base: str, document: dict[str, Any], every: float) -> None:
-    """Draw again and again. A supervisor that does not answer is said so, and asked again."""
-    import time
-
+def _live(find: Callable[[], str], base: str, document: dict[str, Any], every: float) -> None:
+    """Draw again and again. A supervisor that does not answer is said so, and looked for again: the leader may have moved."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -59,8 +60,10 @@ def _live(base: str, document: dict[str, Any], every: float) -> None:
             try:
                 document = remote.get(base, "/v1/status")
                 live.update(view(document), refresh=True)
-            except OperationalError as error:
-                live.update(Group(Text(f"{error}; what was last seen:", style="bold red"), view(document)), refresh=True)
+            except RegrowError as error:
+                live.update(Group(Text(f"{error.what}; what was last seen:", style="bold red"), view(document)), refresh=True)
+                with contextlib.suppress(RegrowError):
+                    base = find()
 
 
 def view(document: dict[str, Any]) -> RenderableType:
@@ -96,18 +99,37 @@ def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
             job["mesh"] or "-",
             f"{job['loss']:.4f}" if job["loss"] is not None else "-",
             tables.percent(job["goodput"]),
+            _saved(job.get("checkpoint") or {}),
         )
         for job in jobs
     ]
-    return tables.table(("job", "state", "#gen", "#step", "mesh", "#loss", "#goodput"), rows)
+    return tables.table(("job", "state", "#gen", "#step", "mesh", "#loss", "#goodput", "saved"), rows)
+
+
+def _saved(checkpoint: dict[str, Any]) -> str:
+    """Step of the newest checkpoint and its age: what a failure now would cost."""
+    return "-" if checkpoint.get("step") is None else f"{checkpoint['step']}, {tables.ago(checkpoint['age_seconds'])}"
 
 
 def _reasons(jobs: list[dict[str, Any]]) -> list[RenderableType]:
     from rich.padding import Padding
     from rich.text import Text
 
-    told = [job for job in jobs if job["reason"] and job["state"] not in ("running", "done")]
-    return [Padding(Text(f"{job['job']}: {job['reason']}"), (0, 0, 0, 2)) for job in told]
+    told = [f"{job['job']}: {job['reason']}" for job in jobs if job["reason"] and job["state"] not in ("running", "done")]
+    told += [f"{job['job']}: {incident_line(job['newest_incident'])}" for job in jobs if job.get("newest_incident")]
+    return [Padding(Text(line), (0, 0, 0, 2)) for line in told]
+
+
+def incident_line(item: dict[str, Any]) -> str:
+    """The newest incident in a line."""
+    where = f" {item['node']}" if item["node"] else ""
+    where += f" rank {item['rank']}" if item["rank"] >= 0 else ""
+    if item["recovered"]:
+        how = f"recovered by {item['rung'].replace('_', ' ')} in {item['seconds']:.2f} s"
+    else:
+        how = "closed" if item["closed"] else f"open, in {(item['phase'] or 'detect').replace('_', ' ')}"
+    at = time.strftime("%H:%M:%S", time.localtime(item["at"]))
+    return f"newest incident {at} {item['kind'].replace('_', ' ')}{where}, {how}"
 
 
 def node_table(nodes: list[dict[str, Any]]) -> RenderableType:
@@ -119,5 +141,7 @@ def node_table(nodes: list[dict[str, Any]]) -> RenderableType:
         why = record.get("reason", "") or node["unusable"] or node["health"].get("reason", "")
         if node["silent_seconds"] is not None:
             why = f"silent for {tables.ago(node['silent_seconds'])}" + (f"; {why}" if why else "")
+        if node.get("gone_seconds") is not None:
+            why = f"gone for {tables.ago(node['gone_seconds'])}" + (f"; {why}" if why else "")
         rows.append((node["node"], node["state"], node["slots"], runs or "-", why))
     return tables.table(("node", "state", "#slots", "runs (ranks)", "why"), rows)

@@ -109,6 +109,7 @@ async def _train(options: DemoOptions, root: Path, view: LiveView) -> tuple[dict
         cluster.nvml_state(node).parent.mkdir(parents=True, exist_ok=True)
         FakeNvml(cluster.nvml_state(node)).write(devices=SLOTS, node=number)
     async with cluster:
+        view.at(cluster.supervisor_address())
         await submit(cluster.api, job_specification(options))
         follower = Follower(cluster.api, JOB, view, period_seconds=0.1)
         scenario = Scenario(cluster, follower, view, job=JOB, seed=options.seed)

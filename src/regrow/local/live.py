@@ -37,6 +37,7 @@ class LiveView:
         self._begin = time.monotonic()
         self._notes: list[tuple[float, str, str]] = []
         self._document: dict[str, Any] = {}
+        self._page = ""
         self._said_step = -1
         self._said_generation = -1
         self._live = Live(console=self._console, refresh_per_second=8, transient=False, get_renderable=self._render)
@@ -55,6 +56,12 @@ class LiveView:
         self._notes.append((time.monotonic() - self._begin, text, style))
         if self._plain:
             self._write(text)
+
+    def at(self, address: str | None) -> None:
+        """Where the supervisor's page is: stays in sight on a terminal, one line elsewhere."""
+        self._page = f"{address}/" if address else ""
+        if self._plain and self._page:
+            self._write(f"page {self._page}")
 
     def update(self, document: dict[str, Any]) -> None:
         """The newest `job show` document."""
@@ -98,7 +105,8 @@ class LiveView:
             ranks = ",".join(str(rank) for rank in node.get("ranks", []))
             nodes.add_row(node.get("node", ""), Text(state, style=_STATE_STYLE.get(state, "")), f"ranks {ranks}" if ranks else "")
         notes = [Text(f"{at:6.1f} s  {text}", style=style) for at, text, style in self._notes[-MAX_LINES:]]
-        return Group(head, Text(self._headline()), nodes, *notes)
+        where = [Text(f"page {self._page}", style="dim")] if self._page else []
+        return Group(head, *where, Text(self._headline()), nodes, *notes)
 
     def _recovering(self) -> str:
         for incident in self._document.get("incidents", []):

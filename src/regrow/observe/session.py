@@ -75,8 +75,13 @@ def grafana_hint(root: Path) -> str:
     return f"Grafana       where a container runtime works: {line}"
 
 
-async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> dict[str, Any]:
-    """Until Ctrl-C, or with `once` until the run that was started has ended. The document with addresses and alerts."""
+async def run(options: Options, *, tell: Callable[[dict[str, str]], None], say: Callable[[str], None]) -> dict[str, Any]:
+    """Until Ctrl-C, or with `once` until the run that was started has ended. The document with addresses and alerts.
+
+    Args:
+        tell: gets the addresses when both programs answer.
+        say: gets the lines that the run writes about itself.
+    """
     ended = asyncio.Event()
     over = False
 
@@ -110,7 +115,7 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> di
         }
         tell(addresses | {"grafana": grafana_hint(stack.root)})
         if options.started:
-            code = await _run_until(options, ended)
+            code = await _run_until(options, ended, say)
             over = True
             if not options.once and not ended.is_set():
                 await ended.wait()
@@ -122,13 +127,18 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None]) -> di
     return {**addresses, "run_exit_code": code, "alerts": msgspec.to_builtins(alerts)}
 
 
-async def _run_until(options: Options, ended: asyncio.Event) -> int:
+async def _run_until(options: Options, ended: asyncio.Event, say: Callable[[str], None]) -> int:
     """The run that was started, to its end, or stopped when we are; its exit code."""
-    log = options.root / "run.log"
-    with log.open("wb") as output, (options.root / "run.json").open("wb") as answer:
+    with (options.root / "run.json").open("wb") as answer:
         child = await asyncio.create_subprocess_exec(
-            *options.started, stdin=asyncio.subprocess.DEVNULL, stdout=answer, stderr=output, start_new_session=True, env=dict(os.environ)
+            *options.started,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=answer,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=dict(os.environ),
         )
+    told = asyncio.create_task(_copy(child, options.root / "run.log", say))
     waiting = asyncio.create_task(child.wait())
     asked = asyncio.create_task(ended.wait())
     await asyncio.wait((waiting, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -140,4 +150,15 @@ async def _run_until(options: Options, ended: asyncio.Event) -> int:
                 await asyncio.shield(waiting)
         if not waiting.done():
             child.kill()
+    await told
     return await waiting
+
+
+async def _copy(child: asyncio.subprocess.Process, log: Path, say: Callable[[str], None]) -> None:
+    """What the run says about itself, to its log and to people."""
+    assert child.stderr is not None
+    with log.open("wb") as output:
+        while line := await child.stderr.readline():
+            output.write(line)
+            output.flush()
+            say(line.decode(errors="replace").rstrip("\n"))
