@@ -102,7 +102,8 @@ def merge(parts: Sequence[Autopsy]) -> Autopsy:
     every = [one for part in parts for one in part.jobs]
     for name in dict.fromkeys(one.job for one in every):
         same = [one for one in every if one.job == name]
-        ranks = tuple(sorted((rank for one in same for rank in one.ranks), key=lambda rank: rank.rank))
+        ranks = tuple({rank.rank: rank for one in same for rank in sorted(one.ranks, key=lambda rank: rank.rank)}.values())
+        ranks = tuple(sorted(ranks, key=lambda rank: rank.rank))
         found = tuple(item for one in same for item in one.flight)
         world = max(one.world_size for one in same)
         reports.append(

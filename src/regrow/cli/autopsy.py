@@ -29,18 +29,41 @@ def register(app: typer.Typer) -> None:
         merge: Annotated[
             list[Path] | None, typer.Option("--merge", metavar="FILE", help="Judge --json documents of several nodes together.")
         ] = None,
+        hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Look on these hosts, by ssh, and judge all together.")] = "",
+        slurm: Annotated[str, typer.Option("--slurm", metavar="JOB", help="Look on all hosts of this Slurm job, by srun.")] = "",
+        via: Annotated[str, typer.Option("--via", metavar="COMMAND", help="How to run something on {host}; default: ssh.")] = "",
         gap: Annotated[float, typer.Option("--gap", min=0.1, max=60, help="Seconds between the two looks.")] = 1.5,
         budget: Annotated[float, typer.Option("--budget", min=2, help="Seconds for everything.")] = 30.0,
         ras: Annotated[str, typer.Option("--ras", metavar="HOST:PORT", help="NCCL's RAS service; default: the job's NCCL_RAS_ADDR.")] = "",
         frames: Annotated[bool, typer.Option("--frames", help="Print the stacks of each group.")] = False,
         as_json: Json = False,
     ) -> None:
-        found = _merged(merge) if merge else _examined(tuple(pid or ()), tuple(flight or ()), gap, budget, _address(ras))
+        if hosts or slurm:
+            found = _elsewhere(hosts, slurm, via, ["--gap", str(gap), "--budget", str(budget), *(("--ras", ras) if ras else ())], budget)
+        else:
+            found = _merged(merge) if merge else _examined(tuple(pid or ()), tuple(flight or ()), gap, budget, _address(ras))
         emit(found, as_json=as_json, human=lambda: _tell(found, frames=frames))
         statuses = {one.verdict.status for one in found.jobs}
         raise typer.Exit(
             max((_EXIT[status] for status in statuses if status != "unclear"), default=0) or (3 if "unclear" in statuses else 0)
         )
+
+
+def _elsewhere(hosts: str, slurm: str, via: str, arguments: list[str], budget: float) -> Autopsy:
+    import asyncio
+
+    from regrow.agent.health import autopsy_hosts
+
+    async def look() -> Autopsy:
+        names, command = await autopsy_hosts.slurm_hosts(slurm) if slurm else ([one for one in hosts.split(",") if one], autopsy_hosts.SSH)
+        found, problems = await autopsy_hosts.examine(names, via or command, arguments, budget)
+        for one in problems:
+            sys.stderr.write(f"regrow: {one.host}: {one.problem}\n")
+        return found
+
+    if hosts and slurm:
+        raise ConfigurationError("give either --hosts or --slurm", where="regrow autopsy")
+    return asyncio.run(look())
 
 
 def _address(text: str) -> str:
