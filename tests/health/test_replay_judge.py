@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,3 +126,22 @@ def test_samples_are_alike_on_every_rank_and_differ_by_seed() -> None:
     assert first != [sample(2, step, 0.1, 4) for step in range(500)]
     assert all(sample(1, step, 1.0, 1) is not None for step in range(50))
     assert not any(sample(1, step, 0.0, 1) for step in range(50))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_guarantee_of_the_health_page(share: float) -> None:
+    """How often a check of two replicas, half in place and half on a buddy, sees a rank that is wrong in a share of its runs,
+    always in the same way: at least 2q - 1.5 q^2."""
+    chance = random.Random(5)
+    seen, tries = 0, 20_000
+
+    def run(owner: int, device: int) -> Seen:
+        return Seen(f"wrong {owner}") if device == 1 and chance.random() < share else mine(owner)
+
+    for number in range(tries):
+        if number % 2:
+            found = [own(rank, run(rank, rank), run(rank, rank)) for rank in (0, 1)]
+        else:
+            found = [own(rank, run(rank, rank), **{f"r{1 - rank}": (run(1 - rank, rank),)}) for rank in (0, 1)]
+        seen += not calm(found, 0.0)
+    assert seen / tries == pytest.approx(2 * share - 1.5 * share**2, abs=0.015)
