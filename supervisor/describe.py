@@ -130,6 +130,8 @@ def _text(event: e.Event) -> str:
             return f"{event.node}: {event.verdict.state} {event.verdict.reason}".strip()
         case e.ProgressStalled():
             return f"no progress since {event.at - event.since:.1f} s (limit {event.limit_seconds:.1f} s)"
+        case e.ReplayJudged():
+            return f"micro-step repeated: {event.verdict.verdict}: {event.verdict.reason}"
         case e.JobLoaded() if event.unknown:
             return "adopted from agents and storage; not known: " + "; ".join(event.unknown)
         case e.NodeSilent():

@@ -116,6 +116,11 @@ class Stall(msgspec.Struct):
         self.stalled = False
         return e.ProgressResumed(at=now, job=self.job, generation=self.generation)
 
+    @property
+    def phases(self) -> frozenset[str]:
+        """What the ranks are doing."""
+        return frozenset(word.phase for word in self.ranks.values())
+
     def look(self, now: float, limit_seconds: float) -> e.ProgressStalled | None:
         """Has nothing moved for too long? Said once until it moves again."""
         if self.stalled or not self.ever or now - self.changed_at < limit_seconds:

@@ -65,14 +65,11 @@ class Linger:
         declared = all(word.phase == "finished" for word in words.values()) if words else False
         if self._told or not (ended or declared):
             return None
-        left = [worker.rank for member in generation.members.values() for worker in member.workers if worker.rank not in generation.exits]
-        if not left:
+        left = _living(generation)
+        busy_at = self._busy_at(left, now)
+        if busy_at is None:
             return None
-        marks = [self._marks.get(rank) for rank in left]
-        known = [mark for mark in marks if mark is not None and now - mark.heard_at <= _FRESH_SECONDS]
-        if len(known) != len(left):
-            return None
-        since = max([mark.busy_at for mark in known] + [generation.exits[rank].at for rank in ended])
+        since = max([busy_at] + [generation.exits[rank].at for rank in ended])
         if now - since < limit_seconds:
             return None
         self._told = True
@@ -80,3 +77,26 @@ class Linger:
         return e.ProgressStalled(
             at=now, job=self._job, generation=self.generation, since=since, limit_seconds=limit_seconds, ranks=ranks, lingering=True
         )
+
+    def idle(self, generation: GenerationView, now: float, limit_seconds: float) -> e.ProgressStalled | None:
+        """Did no rank of a script that reports nothing use CPU time for the limit? Said once until one of them works.
+
+        Ranks that wait in gloo, in a lock, for data or in a stopped process use none; NCCL's waiting is busy and is not seen.
+        """
+        left = _living(generation)
+        since = self._busy_at(left, now)
+        if self._told or since is None or now - since < limit_seconds:
+            return None
+        self._told = True
+        ranks = tuple(_no_word(rank) for rank in sorted(left))
+        return e.ProgressStalled(at=now, job=self._job, generation=self.generation, since=since, limit_seconds=limit_seconds, ranks=ranks)
+
+    def _busy_at(self, ranks: list[int], now: float) -> float | None:
+        """When one of them last used CPU time; None: not known of all of them."""
+        marks = [self._marks.get(rank) for rank in ranks]
+        known = [mark.busy_at for mark in marks if mark is not None and now - mark.heard_at <= _FRESH_SECONDS]
+        return max(known) if known and len(known) == len(ranks) else None
+
+
+def _living(generation: GenerationView) -> list[int]:
+    return [worker.rank for member in generation.members.values() for worker in member.workers if worker.rank not in generation.exits]

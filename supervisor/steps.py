@@ -14,7 +14,20 @@ _OPEN_STEPS = 512
 class _Open:
     """What is known of a step that is not complete."""
 
-    __slots__ = ("digests", "first_at", "grad_norm", "learning_rate", "loss", "nonfinite", "num_nodes", "samples", "seconds", "tokens")
+    __slots__ = (
+        "again",
+        "digests",
+        "first_at",
+        "grad_norm",
+        "learning_rate",
+        "loss",
+        "nonfinite",
+        "num_nodes",
+        "replay",
+        "samples",
+        "seconds",
+        "tokens",
+    )
 
     def __init__(self, at: float) -> None:
         self.first_at = at
@@ -27,6 +40,8 @@ class _Open:
         self.seconds: list[float] = []
         self.digests: dict[int, str] = {}
         self.nonfinite: dict[int, str] = {}
+        self.again: list[int] = []
+        self.replay: wire.ReplayVerdict | None = None
 
 
 class Steps:
@@ -63,6 +78,8 @@ class Steps:
         found: list[e.Event] = []
         for report in message.reports:
             self._take(step, report)
+            if report.replay is not None:
+                found += self._replayed(step, report, report.replay, now)
             if report.at_rest_mismatch:
                 found.append(
                     e.AtRestMismatch(
@@ -106,6 +123,18 @@ class Steps:
             step.digests[report.rank] = report.digest
         if report.nonfinite:
             step.nonfinite[report.rank] = report.nonfinite
+            if report.nonfinite_again:
+                step.again.append(report.rank)
+
+    def _replayed(self, step: _Open, report: wire.StepReport, verdict: wire.ReplayVerdict, now: float) -> list[e.Event]:
+        """All ranks tell the same verdict: it is said once. A mismatch at once, the rest when the step is complete."""
+        known, step.replay = step.replay, verdict
+        if verdict.verdict != "diverged" or known == verdict:
+            return []
+        return [self._judged(report.step, verdict, now)]
+
+    def _judged(self, step: int, verdict: wire.ReplayVerdict, now: float) -> e.ReplayJudged:
+        return e.ReplayJudged(at=now, job=self.job, generation=self.generation, step=step, verdict=verdict)
 
     def _advance(self, node: str, applied: int, now: float) -> list[e.Event]:
         if applied <= self._applied.get(node, -1):
@@ -129,7 +158,13 @@ class Steps:
                 step = reached
             open_step = self._open.get(step)
             if open_step is not None and open_step.nonfinite:
-                found.append(e.NonFiniteSeen(at=now, job=self.job, generation=self.generation, step=step, ranks=open_step.nonfinite))
+                found.append(
+                    e.NonFiniteSeen(
+                        at=now, job=self.job, generation=self.generation, step=step, ranks=open_step.nonfinite, again=tuple(open_step.again)
+                    )
+                )
+            if open_step is not None and open_step.replay is not None and open_step.replay.verdict != "diverged":
+                found.append(self._judged(step, open_step.replay, now))
             found.append(self._event(step, now))
             self._completed = step
             self._completed_at = now

@@ -105,6 +105,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Surviving workers keep their processes over a change of generation, where the script runs under `regrow.in_place`."""
     priority: int = 0
 
+    hang_phase_seconds: dict[str, float] = {}
+    """Fixed limits of phases that are no steps: eval, save, restore. Others are learned."""
+    hang_idle_seconds: float = 0.0
+    """A script that reports no progress is hung when none of its ranks used CPU time for so long. 0: never said."""
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One worker's progress word as its agent reads it from shared memory."""

@@ -247,6 +247,15 @@ class NonFiniteSeen(_Event, frozen=True, kw_only=True, tag="non_finite_seen"):
 
     job: str
     generation: int
+class ReplayJudged(_Event, frozen=True, kw_only=True, tag="replay_judged"):
+    """A sampled micro-step was done again and its gradients compared."""
+
+    job: str
+    generation: int
+    step: int
+    verdict: wire.ReplayVerdict
+
+
     step: int
     ranks: dict[int, str]
 
@@ -254,6 +263,8 @@ class NonFiniteSeen(_Event, frozen=True, kw_only=True, tag="non_finite_seen"):
 class ProgressStalled(_Event, frozen=True, kw_only=True, tag="progress_stalled"):
     """No rank's progress word changed for longer than the limit."""
 
+    again: tuple[int, ...] = ()
+    """Ranks on which the same work gave it again when it was repeated."""
     job: str
     generation: int
     since: float
@@ -361,6 +372,7 @@ Event = (
     | OutputKept
     | RestoreWasRefused
     | StartWasRefused
+    | ReplayJudged
     | CheckpointMoved
     | CheckpointGone
 )

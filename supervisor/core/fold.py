@@ -8,6 +8,7 @@ import msgspec
 
 from regrow import wire
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core import fold_corruption, fold_issued, fold_nodes, goodput
 from regrow.supervisor.core import fold_generation as generation
 from regrow.supervisor.core import fold_issued, fold_nodes, goodput
 from regrow.supervisor.core.records import LedgerRecord
@@ -61,6 +62,7 @@ _OfGeneration = (
     | e.StepsCompleted
     | e.DigestsReported
     | e.AtRestMismatch
+    | e.ReplayJudged
     | e.NonFiniteSeen
     | e.ProgressStalled
     | e.ProgressResumed
@@ -97,12 +99,8 @@ def _fold_current(job: JobView, current: GenerationView, event: _OfGeneration) -
             return generation.exited(job, current, event)
         case e.StepsCompleted():
             return generation.steps_completed(job, current, event)
-        case e.DigestsReported():
-            return generation.digests(job, current, event)
-        case e.AtRestMismatch():
-            return generation.at_rest(job, current, event)
-        case e.NonFiniteSeen():
-            return generation.non_finite(job, current, event)
+        case e.DigestsReported() | e.AtRestMismatch() | e.NonFiniteSeen() | e.ReplayJudged():
+            return fold_corruption.found(job, current, event)
         case e.ProgressStalled():
             return generation.stalled(job, current, event)
         case e.ProgressResumed():

@@ -5,23 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core import goodput, phases, rates, sdc
+from regrow.supervisor.core import goodput, phases, rates
 from regrow.supervisor.core.fold_nodes import with_member
 from regrow.supervisor.core.view import (
     CheckpointView,
-    Divergence,
     ExitFact,
     GenerationView,
     Incident,
     JobView,
-    NonFinite,
     Refusal,
     Stall,
 )
 
 _change = msgspec.structs.replace
 _STEP_HISTORY = 32
-_AGREED_HISTORY = 256
 _SETTLED_STEPS = 5
 """Steps of a generation before its step time is taken for typical."""
 
@@ -160,49 +157,6 @@ def _recovered(job: JobView, event: e.StepsCompleted) -> JobView:
     if event.step > incident.frontier:
         incident = _change(incident, recovered_at=event.at, closed=True)
     return with_incident(job, incident)
-
-
-def digests(job: JobView, current: GenerationView, event: e.DigestsReported) -> JobView:
-    """Digests of one step: who agrees."""
-    result = sdc.vote(current.spec.mesh, event.digests)
-    checks = job.digest_checks | {result.verdict: job.digest_checks.get(result.verdict, 0) + 1}
-    job = _change(job, digest_checks=checks)
-    if result.verdict == "agree":
-        return _change(job, agreed_steps=frozenset(sorted({*job.agreed_steps, event.step})[-_AGREED_HISTORY:]))
-    if result.verdict == "skipped" or current.divergence is not None:
-        return job
-    rank = result.suspects[0] if result.suspects else -1
-    found = Divergence(at=event.at, step=event.step, rank=rank, text=result.reason)
-    return _change(job, generation=_change(current, divergence=found))
-
-
-def at_rest(job: JobView, current: GenerationView, event: e.AtRestMismatch) -> JobView:
-    """Bytes that nobody wrote have changed."""
-    checks = job.digest_checks | {"at_rest_mismatch": job.digest_checks.get("at_rest_mismatch", 0) + 1}
-    job = _change(job, digest_checks=checks)
-    if current.divergence is not None:
-        return job
-    text = f"{event.tensor} of rank {event.rank} changed at rest before step {event.step}"
-    return _change(job, generation=_change(current, divergence=Divergence(at=event.at, step=event.step, rank=event.rank, text=text)))
-
-
-_WHOLE = ("loss", "grad_norm")
-"""What is known after the sum over all ranks: it names nobody."""
-
-
-def non_finite(job: JobView, current: GenerationView, event: e.NonFiniteSeen) -> JobView:
-    """Infinite or NaN: a streak of steps, and who began it."""
-    known = current.non_finite
-    if known is not None and event.step <= known.last_step:
-        return job
-    if known is None or event.step != known.last_step + 1:
-        makers = [rank for rank, what in sorted(event.ranks.items()) if what not in _WHOLE]
-        rank = makers[0] if len(makers) == 1 else -1
-        what = event.ranks[rank] if rank >= 0 else next(iter(event.ranks.values()), "loss")
-        known = NonFinite(at=event.at, first_step=event.step, last_step=event.step, rank=rank, what=what, num_ranks=len(makers))
-    else:
-        known = _change(known, last_step=event.step)
-    return _change(job, generation=_change(current, non_finite=known))
 
 
 def stalled(job: JobView, current: GenerationView, event: e.ProgressStalled) -> JobView:

@@ -251,7 +251,8 @@ def _damaged(job: JobView, generation: GenerationView, main: Symptom) -> dict[in
             if step >= first and item.generation == generation.number and not item.damaged
         }
     if main.kind == "sdc" and generation.divergence is not None:
-        since = max((step for step in job.agreed_steps if step < generation.divergence.step), default=0)
+        agreed = max((step for step in job.agreed_steps if step < generation.divergence.step), default=0)
+        since = agreed if generation.divergence.clean_step is None else generation.divergence.clean_step
         start = generation.spec.restore.step if generation.spec.restore else 0
         since = max(since, start)
         return {

@@ -41,6 +41,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hang_factor: float = 8.0
     hang_stopped_factor: float = 3.0
     """The factor when a worker's process is known not to run (SIGSTOP, ptrace, D state): that is evidence by itself."""
+    hang_phase_factor: float = 4.0
+    """The same for evaluations, saves and restores, of the longest that was seen."""
     hang_first_step_seconds: float = 120.0
     """Least limit before the first completed step of a generation (compilation, caches)."""
     end_linger_seconds: float = 30.0

@@ -183,12 +183,12 @@ def _of_state(generation: GenerationView, policy: Policy) -> list[Symptom]:
     streak = generation.non_finite
     if streak is not None and streak.last_step - streak.first_step + 1 >= policy.non_finite_steps:
         who = (
-            f"first in {streak.what} of rank {streak.rank} alone"
+            f"first in {streak.what} of rank {streak.rank} alone{', again when its work was repeated there' if streak.again else ''}"
             if streak.rank >= 0
-            else f"in {streak.what} of {streak.num_ranks or 'all'} ranks"
+            else f"in {streak.what} of {streak.num_ranks or 'all'} ranks{f', all of replica {streak.replica}' if streak.replica >= 0 else ''}"
         )
         text = f"not finite from step {streak.first_step} to {streak.last_step}, {who}"
-        cause = "infrastructure" if streak.rank >= 0 else "program"
+        cause = ("unknown" if streak.again else "infrastructure") if streak.rank >= 0 or streak.replica >= 0 else "program"
         node = generation.node_of(streak.rank)
         found.append(Symptom(kind="non_finite", at=streak.at, seen_at=streak.at, cause=cause, text=text, node=node, rank=streak.rank))
     if generation.wrong_step:

@@ -98,6 +98,8 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+    clean_step: int | None = None
+    """Newest step at which the check that found it found nothing, -1: none; None: agreement of digests tells."""
 class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """A streak of steps with something infinite or NaN."""
 
@@ -110,6 +112,10 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 0
 
 
+    again: bool = False
+    """The one rank's work gave it again when it was repeated there."""
+    replica: int = -1
+    """Several ranks, all of this one replica."""
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """The restore point could not be loaded."""
 
@@ -140,6 +146,10 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     non_finite: NonFinite | None = None
     wrong_step: str = ""
     """The first step did not follow the restored one."""
+    replay_clean_step: int = -1
+    """Newest step of which a repeated micro-step agreed on all ranks."""
+    wrong_once: dict[int, int] = {}
+    """{rank: checks in which it was wrong in one run and right in the others}."""
     completed_step: int | None = None
     first_step_at: float | None = None
     progress_at: float | None = None

@@ -44,6 +44,8 @@ def run(
     preload: Annotated[str, typer.Option(help="Modules that warm workers have imported, comma separated.")] = "",
     in_place: Annotated[bool, typer.Option(help="Survivors keep their processes (scripts under regrow.in_place).")] = False,
     cold: Annotated[bool, typer.Option(help="Start workers cold instead of forking warm ones.")] = False,
+    hang_phase: Annotated[list[str] | None, typer.Option(metavar="PHASE=SECONDS", help="Limit of eval, save or restore.")] = None,
+    hang_idle_seconds: Annotated[float, typer.Option(help="A script that reports nothing is hung when idle so long; 0: off.")] = 0.0,
     supervisor: remote.Address = "",
     store: remote.StoreUrl = "",
     cluster: remote.Cluster = "local",
@@ -79,6 +81,8 @@ def run(
         in_place=in_place,
         cold=cold,
         cwd=str(Path.cwd()),
+        hang_phases=tuple(hang_phase or ()),
+        hang_idle_seconds=hang_idle_seconds,
     )
     spec = jobs.specification(request)
     quiet = plain or as_json

@@ -19,6 +19,7 @@ from regrow.local.launch import INTERRUPTED, Follower, follow_with_signals, subm
 from regrow.local.live import LiveView
 
 
+from regrow.supervisor.core.hang_limits import PHASES
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What the user typed; texts are not parsed yet."""
@@ -44,6 +45,8 @@ class Request:
     preload: tuple[str, ...] = ()
     cold: bool = False
     in_place: bool = False
+    hang_phases: tuple[str, ...] = ()
+    hang_idle_seconds: float = 0.0
     cwd: str = "."
 
 
@@ -66,6 +69,7 @@ def specification(request: Request) -> wire.JobSpec:
             raise ConfigurationError(f"{value} is negative", where=flag)
     if request.micro_batch < 1 or request.keep_last < 1:
         raise ConfigurationError("must be at least 1", where="--micro-batch, --keep-last")
+        (request.hang_idle_seconds, "--hang-idle-seconds"),
     mesh = MeshShape.parse(request.mesh) if request.mesh else None
     spec = wire.JobSpec(
         job=name,
@@ -102,11 +106,32 @@ def _check_script(request: Request) -> None:
     if not os.access(path, os.R_OK):
         raise ConfigurationError("cannot be read", where=str(path))
 
+        hang_phase_seconds=hang_phases(request.hang_phases),
+        hang_idle_seconds=request.hang_idle_seconds,
 
 def _argv(request: Request) -> tuple[str, ...]:
     if request.module:
         return request.script
     return (str((Path(request.cwd) / request.script[0]).absolute()), *request.script[1:])
+def hang_phases(words: tuple[str, ...]) -> dict[str, float]:
+    """Read "eval=600" and the like.
+
+    Raises:
+        ConfigurationError: not of that form, or no phase with a limit of its own.
+    """
+    found: dict[str, float] = {}
+    for word in words:
+        phase, _, text = word.partition("=")
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if phase not in PHASES or not 0.0 < seconds < float("inf"):
+            raise ConfigurationError(f"cannot read {word!r}", where="--hang-phase", hint=f"PHASE=SECONDS, phase one of {', '.join(PHASES)}")
+        found[phase] = seconds
+    return found
+
+
 
 
 def _name_of(script: str) -> str:

@@ -1,0 +1,97 @@
+"""What says that a result may be wrong: digests of replicas, memory at rest, repeated micro-steps, what is not finite."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core import sdc
+from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite
+
+_change = msgspec.structs.replace
+_AGREED_HISTORY = 256
+_ONCE_LIMIT = 2
+"""Checks in which a rank was wrong once, each time right when repeated: so many are no accident."""
+
+
+def found(job: JobView, current: GenerationView, event: e.DigestsReported | e.AtRestMismatch | e.NonFiniteSeen | e.ReplayJudged) -> JobView:
+    """One of these facts."""
+    match event:
+        case e.DigestsReported():
+            return _digests(job, current, event)
+        case e.AtRestMismatch():
+            return _at_rest(job, current, event)
+        case e.NonFiniteSeen():
+            return _non_finite(job, current, event)
+        case e.ReplayJudged():
+            return _replayed(job, current, event)
+
+
+def _digests(job: JobView, current: GenerationView, event: e.DigestsReported) -> JobView:
+    """Digests of one step: who agrees."""
+    result = sdc.vote(current.spec.mesh, event.digests)
+    checks = job.digest_checks | {result.verdict: job.digest_checks.get(result.verdict, 0) + 1}
+    job = _change(job, digest_checks=checks)
+    if result.verdict == "agree":
+        return _change(job, agreed_steps=frozenset(sorted({*job.agreed_steps, event.step})[-_AGREED_HISTORY:]))
+    if result.verdict == "skipped" or current.divergence is not None:
+        return job
+    rank = result.suspects[0] if result.suspects else -1
+    found = Divergence(at=event.at, step=event.step, rank=rank, text=result.reason)
+    return _change(job, generation=_change(current, divergence=found))
+
+
+def _at_rest(job: JobView, current: GenerationView, event: e.AtRestMismatch) -> JobView:
+    """Bytes that nobody wrote have changed."""
+    checks = job.digest_checks | {"at_rest_mismatch": job.digest_checks.get("at_rest_mismatch", 0) + 1}
+    job = _change(job, digest_checks=checks)
+    if current.divergence is not None:
+        return job
+    text = f"{event.tensor} of rank {event.rank} changed at rest before step {event.step}"
+    return _change(job, generation=_change(current, divergence=Divergence(at=event.at, step=event.step, rank=event.rank, text=text)))
+
+
+def _replayed(job: JobView, current: GenerationView, event: e.ReplayJudged) -> JobView:
+    """A repeated micro-step. One wrong result that was replaced is remembered; the second of a rank accuses it."""
+    verdict = event.verdict
+    name = f"replay_{verdict.verdict}"
+    job = _change(job, digest_checks=job.digest_checks | {name: job.digest_checks.get(name, 0) + 1})
+    if verdict.verdict == "agree":
+        return _change(job, generation=_change(current, replay_clean_step=max(event.step, current.replay_clean_step)))
+    if verdict.verdict == "skipped" or current.divergence is not None:
+        return job
+    known = current.wrong_once | {rank: current.wrong_once.get(rank, 0) + 1 for rank in verdict.once}
+    current = _change(current, wrong_once=known)
+    suspects, text = verdict.suspects, verdict.reason
+    often = [rank for rank in verdict.once if known[rank] >= _ONCE_LIMIT]
+    if not suspects and often:
+        suspects, text = (often[0],), f"{text}; the {known[often[0]]}. check that rank {often[0]} fails in this generation"
+    if not suspects and verdict.repaired:
+        return _change(job, generation=current)
+    one_place = len({current.node_of(rank) for rank in suspects}) == 1
+    rank = suspects[0] if one_place else -1
+    found = Divergence(at=event.at, step=event.step, rank=rank, text=f"step {event.step}: {text}", clean_step=current.replay_clean_step)
+    return _change(job, generation=_change(current, divergence=found))
+
+
+_WHOLE = ("loss", "grad_norm")
+"""What is known after the sum over all ranks: it names nobody."""
+
+
+def _non_finite(job: JobView, current: GenerationView, event: e.NonFiniteSeen) -> JobView:
+    """Infinite or NaN: a streak of steps, and who began it."""
+    known = current.non_finite
+    if known is not None and event.step <= known.last_step:
+        return job
+    if known is None or event.step != known.last_step + 1:
+        makers = [rank for rank, what in sorted(event.ranks.items()) if what not in _WHOLE]
+        rank = makers[0] if len(makers) == 1 else -1
+        size = current.spec.mesh.replica_size
+        replicas = {maker // size for maker in makers}
+        replica = replicas.pop() if len(replicas) == 1 and len(makers) > 1 and current.spec.mesh.dp > 1 else -1
+        what = event.ranks[rank] if rank >= 0 else next(iter(event.ranks.values()), "loss")
+        known = NonFinite(at=event.at, first_step=event.step, last_step=event.step, rank=rank, what=what, num_ranks=len(makers))
+        known = _change(known, again=rank in event.again, replica=replica)
+    else:
+        known = _change(known, last_step=event.step)
+    return _change(job, generation=_change(current, non_finite=known))

@@ -1,0 +1,125 @@
+"""Repeated micro-steps and numbers that are not finite: what the core makes of them."""
+
+from __future__ import annotations
+
+import pytest
+from world import World, running
+
+from regrow import wire
+from regrow.ids import MeshShape
+from regrow.supervisor.core import events as e
+
+
+def not_finite(world: World, first: int, last: int, ranks: dict[int, str]) -> None:
+    for number in range(first, last + 1):
+        world.step(number)
+        world.tell(e.NonFiniteSeen(at=world.now, job="j", generation=world.generation.number, step=number, ranks=ranks))
+
+
+def judged(world: World, step: int, verdict: str, **more: object) -> None:
+    told = wire.ReplayVerdict(verdict=verdict, reason=f"rank {more.get('once') or more.get('suspects')}", **more)  # type: ignore[arg-type]
+    world.tell(e.ReplayJudged(at=world.now, job="j", generation=world.generation.number, step=step, verdict=told))
+
+
+def test_a_named_suspect_is_put_out_and_checkpoints_since_the_last_clean_check_are_not_used() -> None:
+    world = running("a", "b", "c", "d")
+    world.steps(1, 3)
+    judged(world, 3, "agree")
+    world.commit(3)
+    world.steps(4, 6)
+    world.commit(6)
+    judged(world, 6, "diverged", suspects=(5,))
+    world.wait(1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.rank, incident.node, incident.cause) == ("sdc", 5, "c", "infrastructure")
+    assert world.view.quarantine["GPU-c-1"].state == "quarantined"
+    assert "c" not in world.generation.spec.nodes
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step == 3
+    assert world.job.digest_checks == {"replay_agree": 1, "replay_diverged": 1}
+
+
+def test_replicas_that_agree_do_not_verify_against_a_wrong_gradient() -> None:
+    """Digests agree at every step: a wrong gradient went into all replicas alike. Only the clean check counts."""
+    world = running("a", "b", "c", "d")
+    for step in (1, 2, 3, 4):
+        world.step(step)
+        world.tell(e.DigestsReported(at=world.now, job="j", generation=1, step=step, digests=dict.fromkeys(range(8), "aa")))
+    world.commit(4)
+    judged(world, 4, "diverged", suspects=(5,))
+    world.wait(1)
+    assert world.generation.spec.restore is None or world.generation.spec.restore.step < 4
+
+
+def test_one_wrong_result_that_was_replaced_is_remembered_the_second_accuses() -> None:
+    world = running("a", "b", "c", "d")
+    world.steps(1, 4)
+    judged(world, 2, "diverged", once=(5,), repaired=True)
+    judged(world, 3, "diverged", once=(1,), repaired=True)
+    world.wait(1)
+    assert world.generation.number == 1
+    assert not world.job.incidents
+    judged(world, 4, "diverged", once=(5,), repaired=True)
+    world.wait(1)
+    assert world.job.incidents[-1].rank == 5
+    assert world.view.quarantine["GPU-c-1"].state == "quarantined"
+
+
+def test_a_mismatch_without_a_name_rolls_back_and_blames_nobody() -> None:
+    world = running("a", "b")
+    world.steps(1, 2)
+    judged(world, 2, "diverged")
+    world.wait(1)
+    assert world.generation.number == 2
+    assert not world.view.quarantine
+    assert set(world.generation.spec.nodes) == {"a", "b"}
+
+
+def test_skipped_is_counted_and_nothing_more() -> None:
+    world = running("a", "b")
+    world.steps(1, 2)
+    judged(world, 2, "skipped")
+    world.wait(1)
+    assert world.generation.number == 1
+    assert world.job.digest_checks == {"replay_skipped": 1}
+
+
+def test_suspects_of_two_nodes_are_nobody() -> None:
+    world = running("a", "b")
+    world.steps(1, 2)
+    judged(world, 2, "diverged", suspects=(1, 2))
+    world.wait(1)
+    assert not world.view.quarantine
+    assert world.job.incidents[-1].kind == "sdc"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cause", "text"),
+    [
+        ({2: "w"}, "infrastructure", "rank 2 alone"),
+        (dict.fromkeys(range(4), "w"), "program", "4 ranks"),
+        ({2: "w", 3: "w"}, "infrastructure", "all of replica 1"),
+        ({1: "w", 2: "w"}, "program", "2 ranks"),
+        ({0: "loss"}, "program", "all ranks"),
+    ],
+)
+def test_k03_not_finite_is_sorted_by_who_made_it(ranks: dict[int, str], cause: str, text: str) -> None:
+    """All replicas alike: the program. One rank, or the ranks of one replica: a part."""
+    world = running("a", "b", mesh=MeshShape(dp=2, tp=2))
+    world.commit(3)
+    not_finite(world, 4, 6, ranks)
+    world.wait(1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.cause) == ("non_finite", cause)
+    assert text in incident.text
+
+
+def test_k03_what_comes_again_on_the_same_rank_is_not_called_hardware() -> None:
+    world = running("a", "b")
+    for step in (4, 5, 6):
+        world.step(step)
+        world.tell(e.NonFiniteSeen(at=world.now, job="j", generation=1, step=step, ranks={2: "w"}, again=(2,)))
+    world.wait(1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.cause, incident.rank) == ("non_finite", "unknown", 2)
+    assert "again when its work was repeated" in incident.text
