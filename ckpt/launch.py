@@ -26,7 +26,14 @@ def launched(optimizer: Any, names: dict[int, str]) -> list[dict[str, Any]]:
             if "lr" in group:
                 values["lr"] = group.get("initial_lr", group["lr"])
             launch = {key: plain.encode(_number(value), key) for key, value in values.items()}
-            found.append({"class": type(one).__qualname__, "params": [name_of(p, names) for p in group["params"]], "launch": launch})
+            # An optimizer around another one (ZeRO stage 1) is the same optimizer: its state enters meshes that do without.
+            found.append(
+                {
+                    "class": type(getattr(one, "inner", one)).__qualname__,
+                    "params": [name_of(p, names) for p in group["params"]],
+                    "launch": launch,
+                }
+            )
     return found
 
 

@@ -9,8 +9,13 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter that has no state the state that it has before its first step.
 
     Adam and AdamW: zero moments, step 0, as their own `step` would make them. Others take one step with zero
-    gradients and zero learning rate: parameters keep their values, and the state is about to be overwritten.
+    gradients and zero learning rate: parameters keep their values, and the state is about to be overwritten. An
+    optimizer that knows how (a method `materialise`, which gets this function for optimizers inside it) does it itself.
     """
+    own = getattr(optimizer, "materialise", None)
+    if own is not None:
+        own(materialise)
+        return
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
