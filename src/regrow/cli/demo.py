@@ -23,7 +23,7 @@ def demo(
     fault: Annotated[str, typer.Option(help="What breaks: none, node, gpu, sdc, hang, all, or several with commas.")] = "all",
     seed: Annotated[int, typer.Option(help="Of weights, sample order, dropout and the choice of victims.")] = 0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 45,
-    zero: Annotated[int, typer.Option(help="0: replicated data axis; 3: fully sharded (FSDP2).")] = 0,
+    zero: Annotated[int, typer.Option(help="Shard over the data axis: 0 nothing, 1 optimizer, 2 gradients, 3 weights.")] = 0,
     run_dir: Annotated[str, typer.Option(help="Folder of the run.")] = "runs/demo",
     keep: Annotated[bool, typer.Option(help="Keep checkpoints and logs after a good end.")] = False,
     plain: Annotated[bool, typer.Option(help="Lines instead of a live table.")] = False,
@@ -33,8 +33,8 @@ def demo(
     import asyncio
 
     faults = _faults(fault)
-    if zero not in (0, 3):
-        raise ConfigurationError(f"--zero {zero} is not part of the demo", where="regrow demo", hint="use 0 or 3")
+    if zero not in range(4):
+        raise ConfigurationError(f"--zero {zero} is no ZeRO stage", where="regrow demo", hint="use 0, 1, 2 or 3")
     if seed < 0 or steps < 12:
         raise ConfigurationError(f"seed {seed}, {steps} steps", where="regrow demo", hint="a seed of 0 or more, and at least 12 steps")
     from regrow.demo import main
