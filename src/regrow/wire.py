@@ -90,6 +90,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelShape | None = None
     global_batch: int = 0
     micro_batch: int = 1
+    equal_replicas: bool = False
+    """Only meshes whose replicas all run the same number of micro-batches, at the price of idle workers."""
     zero_stage: int = 0
     seed: int = 0
     checkpoint: CheckpointPolicy = CheckpointPolicy()

@@ -34,6 +34,7 @@ class Request:
     meshes: str = ""
     global_batch: int = 0
     micro_batch: int = 1
+    equal_replicas: bool = False
     zero: int = 0
     model: str = ""
     max_restarts: int = 100
@@ -70,6 +71,8 @@ def specification(request: Request) -> wire.JobSpec:
     if request.micro_batch < 1 or request.keep_last < 1:
         raise ConfigurationError("must be at least 1", where="--micro-batch, --keep-last")
         (request.hang_idle_seconds, "--hang-idle-seconds"),
+    if request.zero not in range(4):
+        raise ConfigurationError(f"{request.zero} is no ZeRO stage", where="--zero", hint="use 0, 1, 2 or 3")
     mesh = MeshShape.parse(request.mesh) if request.mesh else None
     spec = wire.JobSpec(
         job=name,
@@ -84,6 +87,7 @@ def specification(request: Request) -> wire.JobSpec:
         model=model_shape(request.model) if request.model else None,
         global_batch=request.global_batch,
         micro_batch=request.micro_batch,
+        equal_replicas=request.equal_replicas,
         zero_stage=request.zero,
         checkpoint=wire.CheckpointPolicy(path=str(checkpoint_path(request, name)), keep_last=request.keep_last, fresh_start=request.fresh),
         max_restarts=request.max_restarts,
@@ -224,6 +228,14 @@ def _check_mesh(spec: wire.JobSpec, workers: int) -> None:
 
         for mesh in [spec.mesh] if spec.mesh is not None else [MeshShape(dp=workers)]:
             batch.split(spec.global_batch, spec.micro_batch, mesh.dp)
+    if spec.mesh is not None and spec.equal_replicas:
+        from regrow.parallel import elastic
+
+        why = elastic.why_not(spec, spec.mesh)
+        if why:
+            raise ConfigurationError(
+                why, where="--mesh", hint="choose another DP, or leave --equal-replicas out: the batch is exact anyway"
+            )
 
 
 async def run_local(spec: wire.JobSpec, request: Request, *, plain: bool) -> tuple[int, dict[str, Any]]:
