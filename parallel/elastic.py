@@ -105,9 +105,13 @@ def _most_replicas(spec: JobSpec, most: int, shape: MeshShape) -> int:
     """Replicas that workers, batch and expert axis allow; 0: none. Fewer are never faster, so only this many are tried."""
     if spec.global_batch and spec.micro_batch > 0:
         most = min(most, spec.global_batch // spec.micro_batch)
-    while most > 1 and (most * shape.cp * shape.tp) % shape.ep:
+    while most > 1 and ((most * shape.cp * shape.tp) % shape.ep or not _equal_enough(spec, most)):
         most -= 1
     return most
+
+
+def _equal_enough(spec: JobSpec, dp: int) -> bool:
+    return not (spec.equal_replicas and spec.global_batch) or spec.global_batch // max(spec.micro_batch, 1) % dp == 0
 
 
 def _price(spec: JobSpec, made: MeshChoice) -> float:
@@ -135,6 +139,8 @@ def _complete(spec: JobSpec, mesh: MeshShape) -> tuple[MeshChoice | None, str]:
         counts = batch.split(spec.global_batch, spec.micro_batch, mesh.dp) if spec.global_batch else ()
         layers = spec.model.layers if spec.model else 0
         stages = layers_per_stage(layers, mesh.pp) if layers else ()
+        if not _equal_enough(spec, mesh.dp):
+            return None, f"replicas of DP {mesh.dp} would run {counts} micro-batches, and equal replicas are asked for"
     except ConfigurationError as error:
         return None, error.what
     made = MeshChoice(
