@@ -1,7 +1,7 @@
 """Faults on purpose, on this node: what `regrow chaos` and `regrow demo` ask for on S/agent.sock.
 
 One line ``{"type": "inject", "kind": ..., ...}``, one line back. Kinds: kill_worker, stop_worker, continue_worker,
-kill_shim, kill_writer, kill_agent, and worker, which hands `order` to the worker library (flip_bit, nan, hang, slow).
+kill_shim, kill_writer, kill_agent, targets (tells pids and does nothing), and worker, which hands `order` to the worker library (flip_bit, nan, hang, slow).
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Injected(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     detail: str = ""
     rank: int = -1
     pid: int = 0
+    shim: int = 0
+    writer: int = 0
+    """targets: the node's daemons."""
     generation: int = 0
     at_monotonic: float = 0.0
     """CLOCK_MONOTONIC of the host when it was done: ground truth for detection times."""
@@ -61,6 +64,8 @@ def perform(request: Inject, targets: Targets, *, now: float, tell: Callable[[in
     result = Injected(done=True, rank=rank, pid=pid, generation=targets.generation, at_monotonic=now)
     if not pid:
         return msgspec.structs.replace(result, done=False, detail=f"rank {rank} does not run here")
+    if request.kind == "targets":
+        return msgspec.structs.replace(result, shim=targets.shim, writer=targets.writer)
     if request.kind == "worker":
         heard = tell(targets.generation, wire.Control(inject=request.order), frozenset({rank}))
         return msgspec.structs.replace(result, done=heard == 1, detail="" if heard else f"rank {rank} is not connected")

@@ -4,7 +4,8 @@ An order is `wire.Control.inject`:
 
     {"kind": "flip_bit", "where": "optimizer" | "parameter", "when": "rest" | "update", "bit": 62, "name": "..."}
     {"kind": "nan", "name": "..."}                 one gradient element of this rank becomes NaN
-    {"kind": "hang", "phase": "step", "seconds": 60}   never comes back (or after so many seconds) in that phase
+    {"kind": "hang", "phase": "step", "seconds": 60}   never comes back (or after so many seconds) in that phase; "collective": its own
+                                                   compute is done and it does not enter the synchronisation
     {"kind": "slow", "ratio": 0.05, "steps": 100}  busy for that share of the step before synchronisation, for so many steps
     {"kind": "gemm", "ratio": 0.5, "steps": 100, "bit": 28}    each micro-step under `run.replay` has a wrong bit in a matrix product
                                                    with this probability (1: always the same one), for so many steps
@@ -126,6 +127,8 @@ class Faults:
 
     def before_sync(self, step: int, compute_seconds: float) -> None:
         """Own compute is done, gradients are local: slow down, poison a gradient."""
+        for order in self._take(step, "hang", lambda order: order.phase == "collective"):
+            _hang(order.seconds)
         for order in [order for order in self._orders if order.kind == "slow" and order.step <= step]:
             _busy(order.ratio * compute_seconds)
             order.steps -= 1

@@ -21,6 +21,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     level: Literal["worker", "node", "cluster"] = "node"
     """worker: needs a rank; node: a node; cluster: neither."""
     parameters: tuple[str, ...] = ()
+    needs_namespace: bool = False
+    """Breaks the loopback network: the run has one of its own, made as root."""
     needs_library: bool = False
     """Only in jobs that use the worker library and run with chaos enabled."""
     within_seconds: float = 60.0
@@ -31,7 +33,7 @@ _KINDS = (
     Kind(name="worker_stop", text="SIGSTOP one worker", incidents=("hang",), names="rank", level="worker"),
     Kind(
         name="worker_hang",
-        text="a worker never comes back from a phase",
+        text="a worker never comes back from a phase: step, save, eval, or collective (it does not enter one)",
         incidents=("hang",),
         names="rank",
         level="worker",
@@ -79,6 +81,52 @@ _KINDS = (
         within_seconds=90.0,
     ),
     Kind(name="storage_gone", text="the checkpoint folder is away: saves fail, training goes on", level="cluster"),
+    Kind(
+        name="sick_gemm",
+        text="a bit of a matrix product flips in a share of one rank's micro-steps, before the reduction (job kind small)",
+        incidents=("sdc",),
+        names="rank",
+        level="worker",
+        parameters=("ratio", "bit", "steps"),
+        needs_library=True,
+    ),
+    Kind(name="net_cut", text="a node loses supervisor and etcd, workers still meet: training goes on"),
+    Kind(name="net_one_way", text="what a node says to supervisor and etcd is not heard, what they say is: training goes on"),
+    Kind(name="net_delay", text="supervisor and etcd are late for a node, both ways", parameters=("delay_seconds",)),
+    Kind(name="net_slow", text="a narrow link to supervisor and etcd", parameters=("rate",)),
+    Kind(
+        name="net_loss",
+        text="a share of all packets is lost, of workers too (own network namespace, root)",
+        level="cluster",
+        parameters=("ratio",),
+        needs_namespace=True,
+    ),
+    Kind(
+        name="net_rate",
+        text="all traffic through a token bucket (own network namespace, root, tbf in the kernel)",
+        level="cluster",
+        parameters=("rate",),
+        needs_namespace=True,
+    ),
+    Kind(
+        name="data_cut",
+        text="no packet of one worker's connections arrives any more: all ranks wait (own network namespace, root)",
+        incidents=("hang", "worker_exit"),
+        level="worker",
+        needs_namespace=True,
+    ),
+    Kind(name="disk_full", text="writing checkpoints fails with ENOSPC: saves fail, training goes on", level="cluster"),
+    Kind(name="disk_eio", text="syncing checkpoints fails with EIO: saves fail, training goes on", level="cluster"),
+    Kind(
+        name="disk_slow", text="each write of a checkpoint takes seconds: training goes on", level="cluster", parameters=("delay_seconds",)
+    ),
+    Kind(name="clock_shift", text="the wall clock of a node jumps: nothing depends on it", parameters=("shift_seconds",)),
+    Kind(
+        name="command",
+        text="any program; the plan says what must be told",
+        level="worker",
+        parameters=("argv", "incidents", "names"),
+    ),
     Kind(name="agent_pause", text="SIGSTOP the agent, SIGCONT later: silence that progress excuses"),
     Kind(name="supervisor_pause", text="SIGSTOP the supervisor, SIGCONT later: training goes on", level="cluster"),
     Kind(name="etcd_pause", text="SIGSTOP etcd, SIGCONT later: training goes on", level="cluster"),

@@ -6,11 +6,12 @@ import difflib
 import random
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from regrow.chaos.kinds import KINDS, NOISE_XIDS, SEVERE_XIDS, Kind
+from regrow.chaos.built_in import BUILT_IN
+from regrow.chaos.kinds import KINDS, NOISE_XIDS, SEVERE_XIDS, Kind, Names
 from regrow.errors import ConfigurationError
 
 VERSION = 1
@@ -30,12 +31,18 @@ class ClusterPart(_Table, frozen=True, kw_only=True):
 class JobPart(_Table, frozen=True, kw_only=True):
     """The job that is hurt; without a script: the byte-level GPT of the demo, data parallel."""
 
+    kind: Literal["gpt", "small"] = "gpt"
+    """Of the built-in job: the byte-level GPT of the demo, or a small network with evaluations and repeated micro-steps."""
     script: str = ""
     args: tuple[str, ...] = ()
     steps: int = 2000
     """Of the built-in job: enough that it outlives the plan; it is stopped when the plan is done."""
     global_batch: int = 16
     micro_batch: int = 2
+    hang_seconds: float = 0.0
+    """Limit of a step; 0: learned."""
+    hang_phase_seconds: dict[str, float] = {}
+    """Limits of eval, save, restore."""
 
 
 class Fault(_Table, frozen=True, kw_only=True):
@@ -57,13 +64,27 @@ class Fault(_Table, frozen=True, kw_only=True):
     bit: int = 22
     xid: int = 79
     value: int = 1
+    delay_seconds: float = 0.5
+    rate: float = 20_000.0
+    """Bytes a second; net_rate: of everything, so take millions."""
+    shift_seconds: float = 600.0
+    argv: tuple[str, ...] = ()
+    """command: {pid} {agent} {shim} {writer} {state} {root} {checkpoints} stand for the chosen rank's process, its node's daemons and
+    folders. It is killed when the fault is over."""
+    incidents: tuple[str, ...] = ()
+    """command: kinds of incident that are a right answer; none: the job must go on without any."""
+    names: Names = "nothing"
+    """command: what the incident must name."""
     back_after: float = 2.0
     """node_kill: the node returns so many seconds after the recovery."""
 
     @property
     def truth(self) -> Kind:
         """What Regrow must say."""
-        return KINDS[self.kind]
+        known = KINDS[self.kind]
+        if self.kind != "command":
+            return known
+        return msgspec.structs.replace(known, incidents=self.incidents, names=self.names)
 
     @property
     def deadline_seconds(self) -> float:
@@ -82,111 +103,8 @@ class Plan(_Table, frozen=True, kw_only=True):
     fault: tuple[Fault, ...] = ()
 
 
-BUILT_IN: dict[str, str] = {
-    "smoke": """
-name = "smoke"
-[cluster]
-nodes = 3
-[[fault]]
-kind = "worker_kill"
-[[fault]]
-kind = "nvml_noise"
-xid = 31
-quiet_seconds = 5
-[[fault]]
-kind = "nvml_xid"
-xid = 79
-""",
-    "gpu": """
-name = "gpu"
-[cluster]
-nodes = 4
-[[fault]]
-kind = "nvml_noise"
-xid = 13
-[[fault]]
-kind = "nvml_ecc"
-[[fault]]
-kind = "nvml_hang"
-[[fault]]
-kind = "nvml_lost"
-""",
-    "daemons": """
-name = "daemons"
-[cluster]
-nodes = 3
-[[fault]]
-kind = "agent_kill"
-[[fault]]
-kind = "supervisor_kill"
-[[fault]]
-kind = "etcd_kill"
-[[fault]]
-kind = "writer_kill"
-[[fault]]
-kind = "shim_kill"
-""",
-    "storage": """
-name = "storage"
-[cluster]
-nodes = 3
-[[fault]]
-kind = "storage_gone"
-quiet_seconds = 12
-[[fault]]
-kind = "checkpoint_flip"
-""",
-    "silence": """
-name = "silence"
-[cluster]
-nodes = 3
-[[fault]]
-kind = "agent_pause"
-quiet_seconds = 8
-[[fault]]
-kind = "supervisor_pause"
-quiet_seconds = 8
-[[fault]]
-kind = "etcd_pause"
-quiet_seconds = 8
-""",
-    "corruption": """
-name = "corruption"
-[cluster]
-nodes = 4
-[[fault]]
-kind = "worker_nan"
-[[fault]]
-kind = "kernel_noise"
-quiet_seconds = 5
-[[fault]]
-kind = "kernel_xid"
-xid = 95
-[[fault]]
-kind = "flip_bit"
-where = "parameter"
-[[fault]]
-kind = "worker_hang"
-phase = "save"
-within_seconds = 180
-""",
-    "workers": """
-name = "workers"
-[cluster]
-nodes = 4
-[[fault]]
-kind = "worker_raise"
-[[fault]]
-kind = "worker_stop"
-[[fault]]
-kind = "worker_slow"
-[[fault]]
-kind = "flip_bit"
-[[fault]]
-kind = "node_kill"
-""",
-}
-"""Plans that ship with the package, by name."""
+_NOT_DRAWN = ("command", "sick_gemm")
+"""They need words, or another job."""
 
 
 def load(source: str) -> Plan:
@@ -239,8 +157,29 @@ def _check(fault: Fault, where: str, plan: Plan) -> None:
         raise ConfigurationError(f"rank {fault.rank!r} is not a number", where=where, hint='a number, or "any"')
     if fault.kind == "nvml_noise" and fault.xid not in NOISE_XIDS:
         raise ConfigurationError(f"XID {fault.xid} is no noise", where=where, hint=f"one of {', '.join(map(str, NOISE_XIDS))}")
+    _check_values(fault, where, plan)
     if fault.truth.needs_library and plan.job.script and not plan.job.args:
         return  # the script may or may not use the worker library: the injection itself says so
+
+
+def _check_values(fault: Fault, where: str, plan: Plan) -> None:
+    small = plan.job.kind == "small" and not plan.job.script
+    if fault.kind == "sick_gemm" and not small and not plan.job.script:
+        raise ConfigurationError("the GPT of the demo repeats no micro-steps", where=where, hint='add kind = "small" to [job]')
+    if fault.kind == "worker_hang" and fault.phase == "eval" and not small and not plan.job.script:
+        raise ConfigurationError("the GPT of the demo evaluates at its end only", where=where, hint='add kind = "small" to [job]')
+    if (fault.kind == "command") != bool(fault.argv):
+        raise ConfigurationError("argv belongs to kind command, and it needs one", where=where, hint='argv = ["kill", "-STOP", "{writer}"]')
+    if fault.kind == "net_loss" and not 0 < fault.ratio < 1:
+        raise ConfigurationError(f"ratio {fault.ratio} is no share of packets", where=where, hint="between 0 and 1")
+    negative = [name for name in ("delay_seconds", "rate", "quiet_seconds", "within_seconds") if getattr(fault, name) < 0]
+    if negative:
+        raise ConfigurationError(f"{negative[0]} is negative", where=where)
+
+
+def needs_namespace(plan: Plan) -> bool:
+    """Whether some fault breaks the loopback network."""
+    return any(fault.truth.needs_namespace for fault in plan.fault)
 
 
 def draw(number: int, *, seed: int, nodes: int = 4) -> Plan:
@@ -251,7 +190,7 @@ def draw(number: int, *, seed: int, nodes: int = 4) -> Plan:
     while len(faults) < number:
         kind = chooser.choice(tuple(KINDS.values()))
         takes_node = kind.incidents and (kind.name.startswith("nvml_") or kind.name in ("preempt", "flip_bit"))
-        if takes_node and spare == 0:
+        if (takes_node and spare == 0) or kind.needs_namespace or kind.name in _NOT_DRAWN:
             continue
         spare -= bool(takes_node)
         xid = chooser.choice(NOISE_XIDS if kind.name == "nvml_noise" else SEVERE_XIDS)
@@ -261,4 +200,4 @@ def draw(number: int, *, seed: int, nodes: int = 4) -> Plan:
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as plain data."""
-    return msgspec.to_builtins(plan)
+    return msgspec.json.decode(msgspec.json.encode(plan))

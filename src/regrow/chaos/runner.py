@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import random
-import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +14,21 @@ import msgspec
 
 from regrow import wire
 from regrow.agent.health.fake_nvml.control import FakeNvml
+from regrow.chaos.cluster import ChaosCluster
+from regrow.chaos.injector import Injector
 from regrow.chaos.kinds import Kind
 from regrow.chaos.plan import Fault, Plan
 from regrow.chaos.score import Card, Shot, card
 from regrow.chaos.surroundings import Surroundings
 from regrow.errors import ConfigurationError, OperationalError
-from regrow.local.cluster import ClusterPlan, LocalCluster
+from regrow.local.cluster import ClusterPlan
 from regrow.local.launch import Follower, submit
 from regrow.local.live import LiveView
 
 JOB = "chaos"
 _SETTLE_SECONDS = 180.0
 _RECOVER_SECONDS = 180.0
-_INJECT_SECONDS = 10.0
 _STOP_SECONDS = 20.0
-
-_ORDERS: dict[str, Callable[[Fault], dict[str, Any]]] = {
-    "worker_hang": lambda fault: {"kind": "hang", "phase": fault.phase},
-    "worker_raise": lambda _: {"kind": "raise"},
-    "worker_slow": lambda fault: {"kind": "slow", "ratio": fault.ratio, "steps": fault.steps},
-    "worker_nan": lambda _: {"kind": "nan"},
-    "flip_bit": lambda fault: {"kind": "flip_bit", "where": fault.where, "when": fault.when, "bit": fault.bit},
-}
-_ADMIN = {
-    "worker_kill": "kill_worker",
-    "checkpoint_flip": "kill_worker",
-    "worker_stop": "stop_worker",
-    "agent_kill": "kill_agent",
-    "shim_kill": "kill_shim",
-    "writer_kill": "kill_writer",
-}
 
 
 class Runner:
@@ -58,7 +40,7 @@ class Runner:
         self._plain = plain
         self._random = random.Random(plan.seed)  # noqa: S311 - repeatable, not secret
         self._surroundings = Surroundings(self._root)
-        self._cluster = LocalCluster(
+        self._cluster = ChaosCluster(
             ClusterPlan(
                 root=self._root,
                 nodes=plan.cluster.nodes,
@@ -67,6 +49,7 @@ class Runner:
                 env=(("REGROW_AGENT_KERNEL_LOG", str(self._surroundings.kernel_log)),),
             )
         )
+        self._injector = Injector(self._cluster, self._surroundings)
         self._shots: list[Shot] = []
         self._seen: dict[str, float] = {}
 
@@ -79,6 +62,7 @@ class Runner:
         self._prepare()
         with LiveView(title=f"chaos {self._plan.name}", plain=self._plain) as view:
             async with self._cluster as cluster:
+                view.at(cluster.supervisor_address())
                 await submit(cluster.api, self._specification())
                 follower = Follower(cluster.api, JOB, view, period_seconds=0.1)
                 following = asyncio.create_task(follower.follow())
@@ -91,11 +75,11 @@ class Runner:
                     await self._end(cluster, following)
                     return verdict
                 finally:
-                    self._surroundings.heal()
+                    self._injector.heal()
                     following.cancel()
                     await asyncio.gather(following, return_exceptions=True)
 
-    async def _end(self, cluster: LocalCluster, following: asyncio.Task[dict[str, Any]]) -> None:
+    async def _end(self, cluster: ChaosCluster, following: asyncio.Task[dict[str, Any]]) -> None:
         """Stop the job on order: nodes that go while it runs would be one more failure to whoever watches."""
         await cluster.api.post(f"/v1/jobs/{JOB}/stop")
         await asyncio.wait((following,), timeout=_STOP_SECONDS)
@@ -118,6 +102,8 @@ class Runner:
         job = self._plan.job
         if job.script:
             argv = (str(Path(job.script).absolute()), *job.args)
+        elif job.kind == "small":
+            argv = (str(Path(__file__).with_name("job.py")), "--steps", str(job.steps * 10), *job.args)
         else:
             import regrow.demo
 
@@ -134,8 +120,12 @@ class Runner:
             global_batch=job.global_batch,
             micro_batch=job.micro_batch,
             seed=self._plan.seed,
-            checkpoint=wire.CheckpointPolicy(path=str(self._root / "checkpoints"), max_interval_seconds=8.0, prior_failures_per_hour=60.0),
+            checkpoint=wire.CheckpointPolicy(
+                path=str(self._root / "checkpoints"), max_interval_seconds=2.0 if job.kind == "small" else 8.0, prior_failures_per_hour=60.0
+            ),
             nice=10,
+            hang_seconds=job.hang_seconds,
+            hang_phase_seconds=job.hang_phase_seconds,
         )
 
     # --- one fault
@@ -146,24 +136,24 @@ class Runner:
         known = self._incident_ids(follower.document)
         step = int(follower.document.get("step") or 0)
         at = time.monotonic()
-        shot = Shot(kind=fault.kind, node=node, rank=rank, at=at, deadline_seconds=fault.deadline_seconds)
+        shot = Shot(kind=fault.kind, node=node, rank=rank, at=at, deadline_seconds=fault.deadline_seconds, truth=fault.truth)
         try:
             if fault.kind == "checkpoint_flip":
                 await self._reached(follower, lambda _: self._surroundings.num_checkpoints() >= 2, _SETTLE_SECONDS)
                 self._surroundings.flip_newest_checkpoint()
-            await self._inject(fault, node, rank)
+            await self._injector.inject(fault, node, rank)
         except OperationalError as error:
             self._shots.append(msgspec.structs.replace(shot, injected=False, detail=str(error)))
             return
         seen = await self._first_incident(fault.truth, fault, follower, known)
-        self._surroundings.heal()
+        self._injector.heal()
         if seen is not None:
             shot = msgspec.structs.replace(shot, seen_at=self._seen[seen["id"]], incident=seen)
             went_on = await self._reached(follower, lambda now: _recovered(now, seen["id"]), _RECOVER_SECONDS)
         else:
             went_on = await self._reached(follower, lambda now: int(now.get("step") or 0) >= step + 2, _RECOVER_SECONDS)
         shot = msgspec.structs.replace(shot, incident=self._now(follower, shot))
-        await self._undo(fault, node)
+        await self._injector.undo(fault, node)
         self._shots.append(msgspec.structs.replace(shot, went_on=went_on))
 
     @staticmethod
@@ -213,103 +203,9 @@ class Runner:
             return True
         return False
 
-    # --- how each is done
-
-    async def _inject(self, fault: Fault, node: str, rank: int) -> None:
-        if fault.kind in _ORDERS:
-            await self._ask_agent(node, "worker", rank, order=_ORDERS[fault.kind](fault))
-        elif fault.kind in _ADMIN:
-            await self._ask_agent(node, _ADMIN[fault.kind], rank, signal=fault.signal)
-        elif fault.kind.startswith("nvml_"):
-            self._hurt_gpu(fault, FakeNvml(self._cluster.nvml_state(node)))
-        elif fault.kind in ("kernel_xid", "kernel_noise"):
-            device = FakeNvml(self._cluster.nvml_state(node)).read()["devices"][0]
-            self._surroundings.say_in_kernel_log(fault.kind, fault.xid, str(device["pci_bus_id"]))
-        else:
-            await self._others()[fault.kind](node)
-
-    def _others(self) -> dict[str, Callable[[str], Awaitable[None]]]:
-        return {
-            "node_kill": self._cluster.kill_node,
-            "preempt": self._preempt,
-            "agent_pause": self._pause_agent,
-            "supervisor_pause": self._pause_supervisor,
-            "etcd_pause": self._pause_etcd,
-            "storage_gone": self._hide_storage,
-            "supervisor_kill": self._kill_supervisor,
-            "etcd_kill": self._kill_etcd,
-        }
-
-    def _hurt_gpu(self, fault: Fault, fake: FakeNvml) -> None:
-        if fault.kind in ("nvml_xid", "nvml_noise"):
-            fake.set_xid(0, fault.xid)
-        elif fault.kind == "nvml_lost":
-            fake.lose(0, xid=None)
-        elif fault.kind == "nvml_ecc":
-            fake.set_device(0, ecc_uncorrected_volatile=1)
-        elif fault.kind == "nvml_recovery":
-            fake.set_device(0, recovery_action=fault.value)
-        else:
-            fake.hang()
-
-    async def _preempt(self, node: str) -> None:
-        agent = self._cluster.children[f"agent {node}"]
-        agent.wanted = False
-        if agent.pid is not None:
-            os.kill(agent.pid, signal.SIGTERM)
-
-    async def _kill_supervisor(self, _node: str) -> None:
-        self._cluster.children["supervisor"].kill()
-
-    async def _kill_etcd(self, _node: str) -> None:
-        assert self._cluster.etcd is not None
-        self._cluster.etcd.send_signal(signal.SIGKILL)
-
-    async def _pause_agent(self, node: str) -> None:
-        self._pause(self._cluster.children[f"agent {node}"].pid)
-
-    async def _pause_supervisor(self, _node: str) -> None:
-        self._pause(self._cluster.children["supervisor"].pid)
-
-    async def _pause_etcd(self, _node: str) -> None:
-        assert self._cluster.etcd is not None
-        self._pause(self._cluster.etcd.pid)
-
-    def _pause(self, pid: int | None) -> None:
-        if pid is None:
-            raise OperationalError("it does not run", where="chaos")
-        self._surroundings.pause(pid)
-
-    async def _hide_storage(self, _node: str) -> None:
-        self._surroundings.hide_storage()
-
-    async def _undo(self, fault: Fault, node: str) -> None:
-        """Nodes come back so that the next fault finds a cluster; condemned GPUs stay condemned."""
-        if fault.kind == "node_kill":
-            await asyncio.sleep(fault.back_after)
-            await self._cluster.start_node(node)
-        elif fault.kind == "preempt":
-            await self._cluster.start_node(node)
-        elif fault.kind == "nvml_hang":
-            FakeNvml(self._cluster.nvml_state(node)).resume()
-
-    async def _ask_agent(self, node: str, kind: str, rank: int, **more: Any) -> None:
-        line = json.dumps({"type": "inject", "kind": kind, "rank": rank, **more}).encode() + b"\n"
-        try:
-            async with asyncio.timeout(_INJECT_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(str(self._cluster.node_state(node) / "agent.sock"))
-                writer.write(line)
-                await writer.drain()
-                answer = await reader.readline()
-                writer.close()
-        except (OSError, TimeoutError) as error:
-            raise OperationalError(f"the agent does not answer: {error}", where=f"node {node}") from error
-        if kind != "kill_agent" and not json.loads(answer or b"{}").get("done"):
-            raise OperationalError(f"not injected: {answer.decode().strip()}", where=f"node {node}")
-
     # --- after
 
-    async def _judge(self, cluster: LocalCluster, seconds: float) -> Card:
+    async def _judge(self, cluster: ChaosCluster, seconds: float) -> Card:
         document = await cluster.api.get(f"/v1/jobs/{JOB}")
         latest = {one["id"]: one for one in document.get("incidents", [])}
         shots = [

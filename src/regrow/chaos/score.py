@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from regrow.chaos.kinds import COSTS, KINDS
+from regrow.chaos.kinds import COSTS, KINDS, Kind
 
 Error = Literal["", "miss", "wrong_rank", "wrong_node", "wrong_kind", "false_alarm", "late", "not_injected", "not_recovered"]
 
@@ -26,6 +26,8 @@ class Shot(msgspec.Struct, frozen=True, kw_only=True):
     """When the first incident after it was seen."""
     incident: dict[str, Any] | None = None
     """That incident as `job show` has it, at the end."""
+    truth: Kind | None = None
+    """What had to be said; None: what its kind says."""
     node_of_rank: str = ""
     went_on: bool = True
     """The job completed further steps afterwards."""
@@ -67,7 +69,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(shot: Shot) -> Mark:
     """Compare one fault's truth with what was said."""
-    truth = KINDS[shot.kind]
+    truth = _truth(shot)
     said = shot.incident or {}
     seconds = said.get("seconds")
     mark = Mark(
@@ -90,7 +92,7 @@ def judge(shot: Shot) -> Mark:
 
 
 def _error(shot: Shot, mark: Mark) -> Error:
-    truth, said = KINDS[shot.kind], shot.incident
+    truth, said = _truth(shot), shot.incident
     if not shot.injected:
         return "not_injected"
     if not truth.incidents:
@@ -110,10 +112,14 @@ def _error(shot: Shot, mark: Mark) -> Error:
     return "" if mark.recovered else "not_recovered"
 
 
+def _truth(shot: Shot) -> Kind:
+    return shot.truth or KINDS[shot.kind]
+
+
 def card(shots: Sequence[Shot], *, plan: str, seed: int, stray_incidents: int, observed_seconds: float) -> Card:
     """Add up. `stray_incidents`: incidents that belong to no fault."""
     marks = tuple(judge(shot) for shot in shots)
-    expected = [mark for mark in marks if KINDS[mark.kind].incidents]
+    expected = [mark for mark, shot in zip(marks, shots, strict=True) if _truth(shot).incidents]
     alarms = stray_incidents + sum(mark.error == "false_alarm" for mark in marks)
     hours = observed_seconds / 3600
     return Card(

@@ -47,6 +47,10 @@ def run(
     if dry_run:
         emit(plans.document(chosen), as_json=as_json, human=lambda: _tell_plan(plans.document(chosen)))
         return
+    if plans.needs_namespace(chosen):
+        from regrow.chaos import namespace
+
+        namespace.enter(sys.argv[1:])
     from regrow.chaos.runner import Runner
 
     folder = Path(run_dir) if run_dir else Path("runs") / f"chaos-{chosen.name}-{chosen.seed}"

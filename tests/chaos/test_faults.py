@@ -1,0 +1,97 @@
+"""Network, clock, disk, hang and gradient faults on a real cluster: one short plan here, the built-in plans in soak."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REGROW = str(Path(sys.executable).with_name("regrow"))
+
+PLAN = """
+name = "ci-faults"
+seed = 2
+[cluster]
+nodes = 3
+[job]
+kind = "small"
+hang_seconds = 12
+hang_phase_seconds = { eval = 3, save = 12 }
+[[fault]]
+kind = "net_cut"
+quiet_seconds = 3
+[[fault]]
+kind = "net_one_way"
+quiet_seconds = 3
+[[fault]]
+kind = "net_delay"
+delay_seconds = 0.8
+quiet_seconds = 2
+[[fault]]
+kind = "clock_shift"
+quiet_seconds = 2
+[[fault]]
+kind = "disk_full"
+quiet_seconds = 2
+[[fault]]
+kind = "disk_eio"
+quiet_seconds = 2
+[[fault]]
+kind = "disk_slow"
+delay_seconds = 1
+quiet_seconds = 2
+[[fault]]
+kind = "worker_hang"
+phase = "eval"
+[[fault]]
+kind = "command"
+argv = ["kill", "-STOP", "{writer}"]
+quiet_seconds = 1
+[[fault]]
+kind = "command"
+argv = ["kill", "-CONT", "{writer}"]
+quiet_seconds = 1
+[[fault]]
+kind = "sick_gemm"
+ratio = 0.5
+bit = 27
+steps = 400
+"""
+
+
+def run(plan: str | Path, folder: Path, seconds: float) -> dict[str, Any]:
+    done = subprocess.run(
+        [REGROW, "chaos", "run", str(plan), "--run-dir", str(folder / "run"), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    card: dict[str, Any] = json.loads(done.stdout)
+    wrong = [one for one in card["marks"] if one["error"]]
+    assert done.returncode == 0, (wrong, card, done.stderr[-3000:])
+    return card
+
+
+@pytest.mark.timeout(400)
+def test_network_clock_disk_evaluation_and_gradient_in_one_run(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN)
+    card = run(tmp_path / "plan.toml", tmp_path, 380)
+    assert (card["num_named_right"], card["num_false_alarms"]) == (2, 0)
+    said = {mark["kind"]: mark["said"] for mark in card["marks"]}
+    assert said["worker_hang"].startswith("hang")
+    assert said["sick_gemm"].startswith("sdc")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", ["network", "disk", "hangs", "gradients", "blind", "packets"])
+def test_plans(plan: str, tmp_path: Path) -> None:
+    if plan == "packets" and os.geteuid() != 0:
+        pytest.skip("packets are lost in a network namespace, which root alone can make")
+    run(plan, tmp_path, 880)
