@@ -100,6 +100,29 @@ def test_e01_a_rank_that_sleeps_in_an_evaluation_is_found_within_its_limit() -> 
     assert found.limit_seconds == 60.0
 
 
+def test_e03_a_save_that_a_kill_cut_off_is_held_against_nobody() -> None:
+    """The rank died in a save: the next generation trains ten limits long without a verdict, and nothing was learned of that save."""
+    times, one = PhaseTimes(), job(hang_seconds=5.0)
+    times.words(1, words("save", "save"), 0.0)
+    stall = Stall(job="j", generation=2, changed_at=10.0)
+    for number in range(50):
+        now = 10.0 + number
+        times.words(2, words("step", "step", step=8 + number), now)
+        stall.words(words("step", "step", step=8 + number), now)
+        assert stall.look(now, limit(one, Policy(), stopped=False, phases=stall.phases, longest=times.longest())) is None
+    assert times.longest() == {}
+
+
+def test_e03_a_second_stall_in_one_generation_is_a_second_verdict() -> None:
+    stall = Stall(job="j", generation=1, changed_at=0.0)
+    told = []
+    for now in range(40):
+        step = 1 if now < 15 else 2
+        stall.words(words("step", "step", step=step), float(now))
+        told += [now] if stall.look(float(now), 8.0) is not None else []
+    assert told == [8, 23]
+
+
 class TestScriptsThatReportNothing:
     def test_idle_ranks_are_hung_once_and_taken_back_when_they_work(self) -> None:
         linger, view = Linger("j", 1), generation(first_step_at=None)

@@ -229,6 +229,7 @@ class TestNode:
 
 class TestJ01StickyFaults:
     def test_counts_cause_and_clearing(self, node: Node) -> None:
+        """Case J01."""
         first = node.see(gpu(A), gpu(B), xids=xids(31, 31, 62, 45))
         counts = {code: one.count for code, one in first.history.devices[A].xids.items()}
         assert counts == {31: 2, 62: 1, 45: 1}
@@ -243,6 +244,7 @@ class TestJ01StickyFaults:
         assert {code: one.count for code, one in node.history.devices[A].xids.items()} == counts
 
     def test_two_equal_errors_are_two(self, node: Node) -> None:
+        """Case J01."""
         node.see(gpu(A), gpu(B), xids=xids(31))
         assert node.see(gpu(A), gpu(B), xids=xids(31)).history.devices[A].xids[31].count == 2
 
@@ -256,6 +258,7 @@ class TestJ01StickyFaults:
 
 class TestJ03ResetPending:
     def test_not_admitted_while_a_reset_is_pending(self) -> None:
+        """Case J03."""
         for value in ({"recovery_action": 1}, {"remap_pending": True}, {"retired_pages_pending": True}):
             verdict = Node().see(gpu(A, **value), gpu(B)).verdict
             assert (verdict.state, verdict.action, verdict.device_uuids) == ("unhealthy", "reset", (A,))
@@ -270,6 +273,7 @@ class TestJ03ResetPending:
 class TestJ05WayBack:
     @pytest.mark.parametrize("code", [48, 79, 74, 119])
     def test_a_new_boot_id_clears(self, node: Node, code: int) -> None:
+        """Case J05."""
         assert node.see(gpu(A), gpu(B), xids=xids(code)).verdict.state == "unhealthy"
         assert node.see(gpu(A), gpu(B), after=1e5).verdict.state == "unhealthy", "time alone does not"
         outcome = node.see(gpu(A), gpu(B), boot="boot-2")
@@ -277,6 +281,7 @@ class TestJ05WayBack:
         assert [(one.by, one.uuid) for one in outcome.cleared] == [("reboot", A)]
 
     def test_an_operator_clears_and_it_is_recorded(self, node: Node) -> None:
+        """Case J05."""
         incident = node.see(gpu(A), gpu(B), xids=xids(64)).verdict.incident
         assert node.see(gpu(A), gpu(B), boot="boot-2").verdict.action == "replace", "a reboot does not mend a worn GPU"
         node.history = base.clear(node.history, incident=incident, by="alice", why="memory test passed", at=node.at)
@@ -323,6 +328,7 @@ class TestJ07WhichGpu:
 
 class TestJ09StaleCancel:
     def test_ending_fault_a_never_ends_fault_b(self, node: Node) -> None:
+        """Case J09."""
         for _ in range(100):
             first = node.see(gpu(A), gpu(B), after=0.02, xids=xids(119)).verdict.incident
             cleared = base.clear(node.history, incident=first, by="repair", why="", at=node.at)

@@ -16,6 +16,7 @@ LLAMA3 = ROOT / "examples" / "llama3" / "failures.csv"
 
 
 def test_no_failure_gives_an_upper_bound_and_never_an_infinite_mtbf() -> None:
+    """Case K09."""
     rate = rates.poisson_rate(0, 1000.0)
     assert rate.point == 0.0
     assert rate.upper95_one_sided == pytest.approx(0.00299573, rel=1e-4)
@@ -101,6 +102,7 @@ def test_llama3_counts_and_categories() -> None:
 
 
 def test_llama3_printed_shares_are_contradicted_where_they_disagree() -> None:
+    """Case K09."""
     shares = json.loads((LLAMA3.parent / "shares.json").read_text())
     warnings = [warning for warning in llama3(printed_shares=shares)["warnings"] if "share" in warning]
     assert len(warnings) == 2
@@ -110,6 +112,7 @@ def test_llama3_printed_shares_are_contradicted_where_they_disagree() -> None:
 
 
 def test_victims_are_not_counted_and_the_first_row_names_the_incident(tmp_path: Path) -> None:
+    """Case K09."""
     file = tmp_path / "f.csv"
     file.write_text("at,node,component,incident,lost_seconds\n2.0,n1,nccl timeout,a,100\n1.9,n0,xid 79,a,50\n5,n2,disk,b,10\n")
     known = history.read(file)
