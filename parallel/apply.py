@@ -11,8 +11,7 @@ a model offers, apply_data for the sum over replicas, apply_gradients for the no
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,38 +21,26 @@ from torch.distributed.fsdp import FSDPModule
 
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
-from regrow.parallel import apply_data, apply_gradients, apply_layers, apply_pipeline, apply_tensor
+from regrow.parallel import (
+    apply_context,
+    apply_data,
+    apply_experts,
+    apply_gradients,
+    apply_layers,
+    apply_pipeline,
+    apply_strategy,
+    apply_tensor,
+)
+from regrow.parallel.apply_axis import DataAxis
 from regrow.parallel.apply_gradients import StepResult
-from regrow.parallel.apply_memory import Recompute, recompute_layers
+from regrow.parallel.apply_memory import recompute_layers
 from regrow.parallel.apply_pipeline import LossFunction
+from regrow.parallel.apply_strategy import Strategy
+from regrow.parallel.apply_zero import ShardedOptimizer
+from regrow.parallel.dropout import place_on_mesh
 from regrow.parallel.loss import IGNORED, num_valid, summed_cross_entropy
 
-HSDP_AXES = ("dp_replicate", "dp_shard")
-
 __all__ = ["MeshModel", "StepResult", "Strategy", "apply_mesh"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """How a step runs on a mesh. Sizes in samples."""
-
-    micro_batch: int
-    micro_batches: tuple[int, ...]
-    """Micro-batches a step for each data-parallel replica (`parallel.batch.split`); they may differ by one."""
-    zero_stage: int = 0
-    """0: replicated. 2: gradients and optimizer state sharded. 3: parameters too, also between forward and backward: without a
-    pipeline, short replicas then run micro-batches of weight zero, so that all ranks issue the same collectives."""
-    schedule: str = "1f1b"
-    layers_per_stage: tuple[int, ...] = ()
-    """Empty: as even as possible."""
-    sequence_parallel: bool = True
-    clip_norm: float | None = 1.0
-    recompute: Recompute = "none"
-    """Activations of a layer: kept, computed again but for matrix products and collectives, or all computed again."""
-    shard_size: int = 0
-    """Replicas over which a sharded data axis shards (HSDP: dp / shard_size groups hold copies). 0: all of them."""
-    compute: torch.dtype | None = None
-    """torch.bfloat16: forward and backward in bf16 with fp32 master weights (sharded data axis only)."""
 
 
 class MeshModel:
@@ -70,7 +57,8 @@ class MeshModel:
         stages: Sequence[tuple[int, nn.Module]],
         pipeline: apply_pipeline.Pipeline | None,
         loss_fn: LossFunction,
-        mesh: Any,
+        data: DataAxis,
+        pipes: dist.ProcessGroup | None,
         ties: Mapping[str, str],
     ) -> None:
         self.module = module
@@ -83,12 +71,12 @@ class MeshModel:
         self._stages = stages
         self._pipeline = pipeline
         self._loss_fn = loss_fn
-        self._mesh = mesh
-        self._padding = max(strategy.micro_batches) - strategy.micro_batches[coordinates["dp"]] if _reshards(shape, strategy) else 0
-        self._sharded = any(isinstance(stage, FSDPModule) for _, stage in stages)
-        axes = _axes(coordinates, strategy, sharded=self._sharded)
+        self._data = data
+        self._pipes = pipes
+        own = strategy.micro_batches[coordinates["dp"]]
+        self._padding = max(strategy.micro_batches) - own if apply_strategy.runs_equal_counts(shape, strategy) else 0
         self._named = list(module.named_parameters())
-        self._counts = {name: name not in ties and apply_gradients.counts_here(parameter, axes) for name, parameter in self._named}
+        self._counts = {name: name not in ties and data.counts_gradient(parameter) for name, parameter in self._named}
         rank = shape.rank(**coordinates)
         self._speaks = coordinates["tp"] == 0
         self._totals = apply_gradients.Totals(order, rank=rank, world_size=shape.world_size, device=apply_layers.device_of(module))
@@ -101,9 +89,17 @@ class MeshModel:
         """The same with their mesh-independent names."""
         return self.module.named_parameters()
 
-    def answers_for(self, name: str) -> bool:
-        """Whether this rank, of all that hold the same elements of parameter `name`, is the one to report them."""
-        return self._counts[name]
+    def answers_for(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank, of all that hold the same elements of `tensor` (a parameter, or optimizer state of it), reports them."""
+        return name not in self.aliases and self._data.counts(tensor)
+
+    def optimizer(self, make: Callable[..., torch.optim.Optimizer], groups: Any, **options: Any) -> torch.optim.Optimizer:
+        """`make(groups, **options)`, with its state sharded over the replicas under ZeRO stage 1.
+
+        Args:
+            make: an optimizer that treats elements alike (torch.optim.AdamW, regrow.parallel.quantised.AdamW8).
+        """
+        return make(groups, **options) if not self._data.slices else ShardedOptimizer(make, groups, self._data.slices, **options)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> StepResult:
         """One step up to the optimizer: gradients of the mean loss over the *global* batch, clipped, on every rank.
@@ -121,10 +117,11 @@ class MeshModel:
         self.module.train()
         for _, stage in self._stages:
             stage.train()
+        inputs, targets = (self._cut(tensor) for tensor in (inputs, targets))
         run = self._accumulate if self._pipeline is None else self._pipeline.forward_backward
-        loss = run(inputs, targets, keys)
+        loss = run(*self._padded(inputs, targets, keys))
         broken = self._reduce()
-        gradients = [(name, cast("Tensor", parameter.grad)) for name, parameter in self._named]
+        gradients = [(name, self._data.gradient_of(parameter)) for name, parameter in self._named]
         result = self._totals.settle(
             ((name, gradient, self._counts[name]) for name, gradient in gradients),
             loss=loss if self._speaks else None,
@@ -137,10 +134,12 @@ class MeshModel:
     def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
         """Mean loss per valid token over what all replicas pass, without dropout and gradients, on every rank."""
         self._check(inputs)
+        inputs, targets = (self._cut(tensor) for tensor in (inputs, targets))
         for _, stage in self._stages:
             stage.eval()
         with torch.no_grad():
-            loss = (self._sum_loss if self._pipeline is None else self._pipeline.forward)(inputs, targets)
+            source, target, _ = self._padded(inputs, targets, inputs)
+            loss = (self._sum_loss if self._pipeline is None else self._pipeline.forward)(source, target)
         for _, stage in self._stages:
             stage.train()
             for module in stage.modules():
@@ -161,17 +160,21 @@ class MeshModel:
                 hint="take them from run.batches(...)",
             )
 
-    def _micro_batches(self, inputs: Tensor, targets: Tensor, keys: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """The samples in micro-batches, then those of weight zero: inputs again, nothing to predict."""
-        size = self.strategy.micro_batch
-        cut = keys.split(size) if keys is not None else [None] * len(inputs.split(size))
-        chunks = list(zip(inputs.split(size), targets.split(size), cut, strict=True))
-        source, target, key = chunks[-1]
-        return chunks + [(source, torch.full_like(target, IGNORED), key)] * self._padding
+    def _cut(self, tensor: Tensor) -> Tensor:
+        return apply_context.cut_sequence(tensor, index=self.coordinates["cp"], size=self.shape.cp)
+
+    def _padded(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The samples, then micro-batches of weight zero: the last inputs again, nothing to predict."""
+        if not self._padding:
+            return inputs, targets, keys
+        size, times = self.strategy.micro_batch, self._padding
+        last = (inputs[-size:], torch.full_like(targets[-size:], IGNORED), keys[-size:])
+        whole = (torch.cat([tensor, *[more] * times]) for tensor, more in zip((inputs, targets, keys), last, strict=True))
+        return cast("tuple[Tensor, Tensor, Tensor]", tuple(whole))
 
     def _accumulate(self, inputs: Tensor, targets: Tensor, keys: Tensor) -> Tensor:
-        stage = self._stages[0][1]
-        chunks = self._micro_batches(inputs, targets, keys)
+        stage, size = self._stages[0][1], self.strategy.micro_batch
+        chunks = list(zip(inputs.split(size), targets.split(size), keys.split(size), strict=True))
         losses: list[Tensor] = []
         for index, (source, target, key) in enumerate(chunks):
             loss = self._loss_fn(stage(source, key=key), target)
@@ -181,27 +184,19 @@ class MeshModel:
         return torch.stack(losses).sum()
 
     def _sum_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        stage = self._stages[0][1]
-        losses = [self._loss_fn(stage(source), target).double() for source, target, _ in self._micro_batches(inputs, targets, None)]
-        return torch.stack(losses).sum()
+        stage, size = self._stages[0][1], self.strategy.micro_batch
+        pairs = zip(inputs.split(size), targets.split(size), strict=True)
+        return torch.stack([self._loss_fn(stage(source), target).double() for source, target in pairs]).sum()
 
     def _reduce(self) -> bool:
-        if self.shape.tp > 1 and not self._sharded:
-            apply_data.settle_placements(self.parameters(), self._mesh["tp"])
-        gradients = [apply_data.local(cast("Tensor", parameter.grad)) for parameter in self.parameters()]
-        broken = not apply_gradients.all_finite(gradients)
-        if self.shape.dp > 1 and not self._sharded:
-            apply_data.sum_in_place(gradients, self._mesh["dp"].get_group())
-        self._sum_ties()
-        return broken
-
-    def _sum_ties(self) -> None:
+        broken = self._data.reduce()
         held = dict(self.module.named_parameters(remove_duplicate=False))
         for alias, name in self.aliases.items():
             first, last = name in held, alias in held
-            if first != last and self.shape.pp > 1:
+            if first != last and self._pipes is not None:
                 peer = self.shape.pp - 1 if first else 0
-                apply_data.sum_tied(held[name if first else alias], self._mesh["pp"].get_group(), peer, first=first)
+                apply_data.sum_tied(self._data.gradient_of(held[name if first else alias]), self._pipes, peer, first=first)
+        return broken
 
 
 def apply_mesh(
@@ -222,32 +217,35 @@ def apply_mesh(
     Raises:
         ConfigurationError: sizes that do not fit, with the factors.
     """
-    _check_sizes(shape, strategy)
+    apply_strategy.check(shape, strategy)
     layered = cast("apply_layers.LayeredModel", model)
     num_layers = len(layered.layers)
-    kind = apply_pipeline.check_schedule(strategy.schedule, pp=shape.pp, layers=num_layers, micro_batches=strategy.micro_batches)
+    counts = strategy.micro_batches
+    if apply_strategy.runs_equal_counts(shape, strategy):
+        counts = (max(counts),) * shape.dp
+    kind = apply_pipeline.check_schedule(strategy.schedule, pp=shape.pp, layers=num_layers, micro_batches=counts)
     per_rank = kind.stages_per_rank if shape.pp > 1 else 1
     ranges = apply_layers.layers_of_stages(num_layers, shape.pp * per_rank, strategy.layers_per_stage if per_rank == 1 else ())
-    _check_ties(layered.ties, strategy, two_ends=kind.v_shaped and shape.pp > 1)
+    apply_strategy.check_ties(layered.ties, strategy, two_ends=kind.v_shaped and shape.pp > 1)
+    apply_strategy.check_model(model, shape, strategy)
     coordinates = shape.coordinates(dist.get_rank() if shape.world_size > 1 else 0)
-    coordinates.pop("cp")
     order = apply_layers.parameter_order(model)
     mine = apply_layers.stages_of_rank(shape.pp, coordinates["pp"], per_rank, v_shaped=kind.v_shaped and per_rank > 1)
-    module, stages = _cut(model, mesh, strategy, ranges, mine)
-    if strategy.zero_stage >= 2 and shape.dp > 1:
-        _shard(stages, mesh, shape, strategy)
+    axis = DataAxis(mesh, shape, strategy, coordinates)
+    module, stages = _cut(model, mesh, shape, strategy, ranges, mine, axis)
+    axis.take(module, stages)
     pipeline = None
     if shape.pp > 1:
         pipeline = apply_pipeline.Pipeline(
             stages,
             num_stages=shape.pp * per_rank,
             kind=kind,
-            num_micro_batches=strategy.micro_batches[coordinates["dp"]],
+            num_micro_batches=counts[coordinates["dp"]],
             micro_batch=strategy.micro_batch,
             loss_fn=loss_fn,
             group=mesh["pp"].get_group(),
             device=apply_layers.device_of(module),
-            cut_sequence=shape.tp if strategy.sequence_parallel else 1,
+            cut=apply_pipeline.Cut(context=shape.cp, sequence=shape.tp if strategy.sequence_parallel else 1),
             compute=strategy.compute,
         )
     return MeshModel(
@@ -259,73 +257,30 @@ def apply_mesh(
         stages=stages,
         pipeline=pipeline,
         loss_fn=loss_fn,
-        mesh=mesh,
+        data=axis,
+        pipes=mesh["pp"].get_group() if shape.pp > 1 else None,
         ties=dict(layered.ties),
     )
 
 
 def _cut(
-    model: nn.Module, mesh: Any, strategy: Strategy, ranges: Sequence[range], mine: Sequence[int]
+    model: nn.Module, mesh: Any, shape: MeshShape, strategy: Strategy, ranges: Sequence[range], mine: Sequence[int], axis: DataAxis
 ) -> tuple[nn.Module, list[tuple[int, nn.Module]]]:
     """This rank's part of the model, tensor-parallel already, and its stages by number: views of that part."""
     last = len(ranges) - 1
     held = sorted(layer for stage in mine for layer in ranges[stage])
     module = apply_layers.part(model, held, first=0 in mine, last=last in mine)
-    if mesh is not None and mesh["tp"].size() > 1:
+    at = shape.coordinates(dist.get_rank()) if mesh is not None else {"cp": 0, "tp": 0}
+    if shape.tp > 1:
         apply_tensor.apply_tensor_parallel(module, mesh["tp"], sequence_parallel=strategy.sequence_parallel)
+    place_on_mesh(module, tp=shape.tp, tp_index=at["tp"], cp=shape.cp, cp_index=at["cp"], sequence_parallel=strategy.sequence_parallel)
+    if shape.cp > 1:
+        apply_context.place_on_context(module, mesh["cp"].get_group(), index=at["cp"], size=shape.cp)
+    if axis.experts is not None:
+        for mixture in apply_experts.mixtures_of(module):
+            mixture.shard(axis.experts)
     apply_layers.tie(module, cast("apply_layers.LayeredModel", model).ties)
     recompute_layers(module, strategy.recompute)
     if len(mine) == 1:
         return module, [(mine[0], module)]
     return module, [(stage, apply_layers.part(module, ranges[stage], first=stage == 0, last=stage == last)) for stage in mine]
-
-
-def _check_ties(ties: Mapping[str, str], strategy: Strategy, *, two_ends: bool) -> None:
-    if ties and two_ends and strategy.zero_stage >= 2:
-        raise ConfigurationError(
-            f"schedule {strategy.schedule} puts both ends of a tied parameter on one rank, in two sharded stages",
-            where="--schedule",
-            hint="use 1f1b or interleaved, or ZeRO stage 0",
-        )
-
-
-def _shard(stages: Sequence[tuple[int, nn.Module]], mesh: Any, shape: MeshShape, strategy: Strategy) -> None:
-    axis = mesh["dp"]
-    if strategy.shard_size:
-        axis = axis._unflatten(0, (shape.dp // strategy.shard_size, strategy.shard_size), HSDP_AXES)  # noqa: SLF001 - no public way yet
-    for _, stage in stages:
-        apply_data.shard_parameters(stage, axis, reshard_after_forward=_reshards(shape, strategy), compute=strategy.compute)
-
-
-def _reshards(shape: MeshShape, strategy: Strategy) -> bool:
-    """Whether parameters are given back after each forward pass: gathering again per micro-batch does not pay in a pipeline."""
-    return strategy.zero_stage == 3 and shape.pp == 1 and shape.dp > 1
-
-
-def _axes(coordinates: Mapping[str, int], strategy: Strategy, *, sharded: bool) -> dict[str, int]:
-    """This rank's place on the axes over which parameters are sharded or replicated."""
-    if not (sharded and strategy.shard_size):
-        return {"dp": coordinates["dp"], "tp": coordinates["tp"]}
-    group, place = divmod(coordinates["dp"], strategy.shard_size)
-    return {HSDP_AXES[0]: group, HSDP_AXES[1]: place, "tp": coordinates["tp"]}
-
-
-def _check_sizes(shape: MeshShape, strategy: Strategy) -> None:
-    if len(strategy.micro_batches) != shape.dp or min(strategy.micro_batches, default=0) < 1 or strategy.micro_batch < 1:
-        raise ConfigurationError(
-            f"micro-batches {strategy.micro_batches} of {strategy.micro_batch} for dp = {shape.dp}",
-            where="micro_batches",
-            hint="use parallel.batch.split(global_batch, micro_batch, dp): every replica needs at least one",
-        )
-    if strategy.zero_stage not in (0, 2, 3):
-        raise ConfigurationError(f"ZeRO stage {strategy.zero_stage} has no runtime here", where="--zero", hint="use 0, 2 or 3")
-    if strategy.shard_size and (strategy.zero_stage < 2 or shape.dp % strategy.shard_size):
-        raise ConfigurationError(
-            f"shard groups of {strategy.shard_size} with ZeRO stage {strategy.zero_stage} and dp = {shape.dp}",
-            where="shard_size",
-            hint="use a divisor of dp and ZeRO stage 2 or 3",
-        )
-    if shape.cp > 1:
-        raise ConfigurationError(f"cp = {shape.cp} has no runtime here", where="--mesh", hint="use dp, tp and pp")
-    if strategy.compute is not None and (strategy.zero_stage < 2 or shape.dp == 1):
-        raise ConfigurationError("bf16 compute needs a sharded data axis", where="compute", hint="use zero_stage 2 or 3 with dp > 1")

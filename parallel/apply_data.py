@@ -64,12 +64,12 @@ def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         tensor.copy_(piece.view_as(tensor))
 
 
-def sum_tied(parameter: nn.Parameter, group: dist.ProcessGroup, peer: int, *, first: bool) -> None:
-    """Add the gradients of the two copies of a tied parameter, held by the first and the last stage.
+def sum_tied(gradient: Tensor, group: dist.ProcessGroup, peer: int, *, first: bool) -> None:
+    """Add the gradients of the two copies of a tied parameter, held by the first and the last stage, in place.
 
     Both add in the same order, so that their copies stay equal to the bit. `peer`: the other one's rank in `group`.
     """
-    mine = local(cast("Tensor", parameter.grad))
+    mine = local(gradient)
     theirs = torch.empty_like(mine)
     if first:
         dist.send(mine, group=group, group_dst=peer)

@@ -17,6 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from regrow.parallel.apply import MeshModel
 from regrow.parallel.apply_data import local
+from regrow.parallel.apply_zero import ShardedOptimizer
+from regrow.parallel.quantised import AdamW8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,11 @@ class Part:
 def parts(net: MeshModel, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Part]:
     """Parameters ("model.<name>") and, with an optimizer, its tensors ("optimizer.<name>.exp_avg", ...), in float32."""
     for name, parameter in net.named_parameters():
-        if not net.answers_for(name):
-            continue
-        yield _part(f"model.{name}", parameter.detach())
+        if net.answers_for(name, parameter):
+            yield _part(f"model.{name}", parameter.detach())
         if optimizer is not None:
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dim() > 0:
+                if isinstance(value, Tensor) and value.dim() > 0 and net.answers_for(name, value):
                     yield _part(f"optimizer.{name}.{key}", value)
 
 
@@ -51,15 +52,27 @@ def load(net: MeshModel, optimizer: torch.optim.Optimizer, whole: Mapping[str, n
     Raises:
         KeyError: a parameter that `whole` does not have.
     """
-    prefix = len("optimizer.")
-    keys = {name[prefix:].rpartition(".")[2] for name in whole if name.startswith("optimizer.")}
-    for name, parameter in net.named_parameters():
-        known = net.aliases.get(name, name)
-        with torch.no_grad():
+    if isinstance(optimizer, ShardedOptimizer | AdamW8):
+        optimizer.materialise(_adam_state)
+    else:
+        _adam_state(optimizer)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            known = net.aliases.get(name, name)
             parameter.copy_(_like(parameter, whole[f"model.{known}"]))
-        state: dict[str, Tensor] = {"step": torch.tensor(float(step))}
-        state |= {key: _like(parameter, whole[f"optimizer.{known}.{key}"]).clone() for key in keys}
-        optimizer.state[parameter] = state
+            for key, value in optimizer.state[parameter].items():
+                if key == "step":
+                    value.fill_(float(step))
+                else:
+                    local(value).copy_(local(_like(value, whole[f"optimizer.{known}.{key}"])))
+
+
+def _adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """What Adam and AdamW make at their first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def _like(parameter: Tensor, array: npt.NDArray[np.float32]) -> Tensor:

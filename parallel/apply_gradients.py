@@ -8,7 +8,7 @@ clipping factor, is mesh-independent up to the rounding of the gradients themsel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -89,19 +89,20 @@ def scale(gradients: Iterable[Tensor], result: StepResult, clip_norm: float | No
         local(gradient).mul_(factor)
 
 
-def counts_here(parameter: nn.Parameter, coordinates: Mapping[str, int]) -> bool:
-    """True on the one rank, of all that hold the same elements of `parameter`, which counts them.
+def counts_here(tensor: Tensor, place: Mapping[str, int], *, cut: Collection[str] = ()) -> bool:
+    """True on the one rank, of all that hold the same elements of `tensor`, which counts them.
 
     Args:
-        coordinates: indices of this rank on the axes over which a parameter is sharded or replicated ("dp", "tp", ...),
+        place: indices of this rank on the axes over which a parameter is sharded or replicated ("dp", "tp", ...),
             not "pp": stages hold different parameters.
+        cut: further axes along which what is counted is cut.
     """
-    sharded: set[str] = set()
-    data = parameter.data
+    sharded = set(cut)
+    data = tensor.data
     if isinstance(data, DTensor):
         names = data.device_mesh.mesh_dim_names or ()
-        sharded = {name for name, placement in zip(names, data.placements, strict=True) if not placement.is_replicate()}
-    return all(index == 0 for name, index in coordinates.items() if name not in sharded)
+        sharded |= {name for name, placement in zip(names, data.placements, strict=True) if not placement.is_replicate()}
+    return all(index == 0 for name, index in place.items() if name not in sharded)
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:

@@ -77,6 +77,16 @@ def check_schedule(name: str, *, pp: int, layers: int, micro_batches: Sequence[i
     return kind
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Into how many parts the sequence is cut."""
+
+    context: int = 1
+    """By context parallelism: model input, hidden states and output."""
+    sequence: int = 1
+    """By sequence parallelism: hidden states, once more."""
+
+
 class Pipeline:
     """Runs the micro-batches of a step through this rank's stages."""
 
@@ -91,7 +101,7 @@ class Pipeline:
         loss_fn: LossFunction,
         group: dist.ProcessGroup,
         device: torch.device,
-        cut_sequence: int,
+        cut: Cut,
         compute: torch.dtype | None,
     ) -> None:
         self._first = any(index == 0 for index, _ in stages)
@@ -101,7 +111,7 @@ class Pipeline:
         self._micro_batch = micro_batch
         built: list[Any] = []
         for index, module in stages:
-            source, hidden, output = _stream(module, micro_batch, cut_sequence, compute)
+            source, hidden, output = _stream(module, micro_batch, cut, compute)
             self._buffer = torch.empty_like(hidden, device=device, requires_grad=False)
             stage = PipelineStage(
                 module,
@@ -155,12 +165,15 @@ class Pipeline:
         return 2 * size - 1 - stage if self._kind.v_shaped and stage >= size else stage % size
 
 
-def _stream(module: nn.Module, micro_batch: int, cut_sequence: int, compute: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+def _stream(module: nn.Module, micro_batch: int, cut: Cut, compute: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     """Meta tensors at the ends of a stage: what a rank sends is its own part of the sequence.
 
     Given ahead, they spare the first step pipelining's extra pass for metadata.
     """
     source, hidden, output = cast("LayeredModel", module).stream(micro_batch)
     batch, sequence, *rest = hidden.shape
-    cut = torch.empty(batch, sequence // cut_sequence, *rest, dtype=compute or hidden.dtype, device="meta", requires_grad=True)
-    return source, cut, output
+    between = torch.empty(
+        batch, sequence // cut.context // cut.sequence, *rest, dtype=compute or hidden.dtype, device="meta", requires_grad=True
+    )
+    source, output = (end[:, : end.shape[1] // cut.context] for end in (source, output))
+    return torch.empty_like(source), between, torch.empty_like(output)

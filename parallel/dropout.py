@@ -20,7 +20,8 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
-_LANES = 4
+LANES = 4
+"""Neighbouring elements of the last axis that share a word: activations and their parts are cut in multiples of it."""
 _LEVELS = 1 << 16
 
 PLACES_PER_LAYER = 8
@@ -76,8 +77,8 @@ class KeyedDropout(nn.Module):
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise ValueError(f"dropout probability {p} is outside [0, 1)")
-        if full_shape[-1] % _LANES:
-            raise ValueError(f"the last axis of {tuple(full_shape)} is not a multiple of {_LANES}")
+        if full_shape[-1] % LANES:
+            raise ValueError(f"the last axis of {tuple(full_shape)} is not a multiple of {LANES}")
         self.p = p
         self.site = site
         self.full_shape = tuple(full_shape)
@@ -85,7 +86,7 @@ class KeyedDropout(nn.Module):
         self.offset = 0
         self._dropped = round(p * _LEVELS)
         self._site_word = _signed(_mix_int((site + 1) * _GOLDEN))
-        self._counters: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._counters: dict[tuple[tuple[int, ...], tuple[int, ...], torch.device], Tensor] = {}
 
     def set_shard(self, offset: int) -> None:
         """This rank's activation starts at `offset` on axis 0 of the full one. Set once, when the mesh is applied."""
@@ -98,38 +99,65 @@ class KeyedDropout(nn.Module):
         Raises:
             ValueError: no key in training mode, or a local shape that does not fit into the full one.
         """
-        if not self.training or self._dropped == 0:
+        if not self.active:
             return x
         if key is None:
             raise ValueError(f"dropout at site {self.site} has no sample keys")
-        words = _mix_(key ^ self._site_word).view(-1, *[1] * (x.dim() - 1)) + self._counter(x)
-        lanes = _mix_(words).view(torch.int16)
-        keep = (lanes >= self._dropped - _LEVELS // 2).to(x.dtype)
-        return x * keep.mul_(_LEVELS / (_LEVELS - self._dropped))
+        return x * self.mask(key, tuple(x.shape[1:]), (self.offset, *[0] * (x.dim() - 2)), dtype=x.dtype)
 
-    def _counter(self, x: Tensor) -> Tensor:
-        shape = tuple(x.shape[1:])
-        counter = self._counters.get((shape, x.device))
+    @property
+    def active(self) -> bool:
+        """Whether anything is dropped: in training mode, with p above 0."""
+        return self.training and self._dropped > 0
+
+    def mask(self, key: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
+        """What elements of a block of the full activation are multiplied by: 0, or the inverse of the keep probability.
+
+        Args:
+            key: [batch], from `sample_keys`.
+            shape, offsets: of the block, per axis without the batch; size and offset of the last one are multiples of 4.
+
+        Raises:
+            ValueError: a block that does not lie in the full activation.
+        """
+        words = _mix_(key ^ self._site_word).view(-1, *[1] * len(shape)) + self._counter(shape, offsets, key.device)
+        lanes = _mix_(words).view(torch.int16)
+        keep = (lanes >= self._dropped - _LEVELS // 2).to(dtype)
+        return keep.mul_(_LEVELS / (_LEVELS - self._dropped))
+
+    def _counter(self, shape: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> Tensor:
+        counter = self._counters.get((shape, offsets, device))
         if counter is None:
-            counter = self._counters[(shape, x.device)] = self._build_counter(shape, x.device)
+            counter = self._counters[(shape, offsets, device)] = self._build_counter(shape, offsets, device)
         return counter
 
-    def _build_counter(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        if shape[1:] != self.full_shape[1:] or self.offset + shape[0] > self.full_shape[0]:
-            raise ValueError(f"activation {shape} at offset {self.offset} is no part of {self.full_shape} (site {self.site})")
-        row = math.prod(shape[1:])
-        start, count = self.offset * row // _LANES, math.prod(shape) // _LANES
-        words = (torch.arange(start, start + count, dtype=torch.int64, device=device) + 1) * _signed(_GOLDEN)
-        return words.view(*shape[:-1], shape[-1] // _LANES)
+    def _build_counter(self, shape: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> Tensor:
+        fits = all(offset + size <= full for offset, size, full in zip(offsets, shape, self.full_shape, strict=False))
+        if len(shape) != len(self.full_shape) or not fits or shape[-1] % LANES or offsets[-1] % LANES:
+            raise ValueError(f"activation {shape} at offsets {offsets} is no part of {self.full_shape} (site {self.site})")
+        strides = [math.prod(self.full_shape[axis + 1 :]) // LANES for axis in range(len(shape) - 1)]
+        words = torch.arange(offsets[-1] // LANES, (offsets[-1] + shape[-1]) // LANES, dtype=torch.int64, device=device)
+        for offset, size, stride in zip(reversed(offsets[:-1]), reversed(shape[:-1]), reversed(strides), strict=True):
+            places = torch.arange(offset, offset + size, dtype=torch.int64, device=device) * stride
+            words = places.view(-1, *[1] * words.dim()) + words
+        return (words + 1) * _signed(_GOLDEN)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site}, full_shape={self.full_shape}, split={self.split}, offset={self.offset}"
 
 
-def place_on_mesh(model: nn.Module, *, tp: int, tp_index: int, sequence_parallel: bool) -> None:
-    """Tell every KeyedDropout of `model` which part of its activation this rank holds (torch.chunk's split)."""
+def place_on_mesh(model: nn.Module, *, tp: int = 1, tp_index: int = 0, cp: int = 1, cp_index: int = 0, sequence_parallel: bool) -> None:
+    """Tell every KeyedDropout of `model` which part of its activation this rank holds (torch.chunk's split).
+
+    Context parallelism cuts the sequence first; sequence parallelism cuts a rank's part of it again.
+    """
     for module in model.modules():
-        if isinstance(module, KeyedDropout):
-            cut = tp > 1 and (sequence_parallel or module.split == "heads")
-            size = -(-module.full_shape[0] // tp)
-            module.set_shard(min(tp_index * size, module.full_shape[0]) if cut else 0)
+        if not isinstance(module, KeyedDropout):
+            continue
+        full = module.full_shape[0]
+        if module.split == "sequence":
+            part = -(-full // cp)
+            inner = -(-part // tp) * tp_index if sequence_parallel else 0
+            module.set_shard(min(part * cp_index + inner, full))
+        else:
+            module.set_shard(min(tp_index * -(-full // tp), full))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from regrow.ids import MeshShape
 
 HERE = Path(__file__).parent
 JOB_SECONDS = 240.0
@@ -54,7 +55,7 @@ class Ranks:
     def training(self, name: str, mesh: str, *arguments: str, call: str = "regrow.demo.reference:main") -> Job:
         """A run of the reference on a mesh."""
         argv = ["--folder", "{folder}", "--mesh", mesh, "--rendezvous", "file://{folder}/store", *arguments]
-        return Job(name, math.prod(int(size) for size in mesh.split("x")), call, {"argv": argv})
+        return Job(name, MeshShape.parse(mesh).world_size, call, {"argv": argv})
 
     def run(self, jobs: list[Job]) -> dict[str, Done]:
         """Run jobs one after the other in one process tree; nothing is left running."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from regrow.demo.compare import compare
+from regrow.demo.compare import LOSS_TOLERANCE, compare
 from regrow.demo.lineage import read_lineage
 from regrow.demo.model import Config, Gpt
 from regrow.errors import ConfigurationError
@@ -20,6 +20,10 @@ QUICK = {
     "hsdp": ("4x1x1", "--zero", "3", "--shard-size", "2"),
     "selective": ("2x1x1", "--recompute", "selective"),
     "tied-stages": ("1x1x2", "--tied", "--schedule", "interleaved"),
+    "zero1-unequal": ("3x1x1", "--zero", "1"),
+    "context-3": ("dp=1,cp=3",),
+    "experts-unequal": ("dp=3,ep=3", "--experts", "6"),
+    "eight-bit-zero1": ("2x1x1", "--eight-bit", "--zero", "1"),
 }
 MORE = {
     "gpipe": ("2x1x2", "--schedule", "gpipe"),
@@ -44,22 +48,56 @@ MORE = {
     "tied-zero3-pp": ("2x1x2", "--tied", "--zero", "3"),
     "tied-zero3-tp": ("2x2x1", "--tied", "--zero", "3"),
     "tied-3d": ("2x2x2", "--tied"),
+    "zero1-tp": ("2x2x1", "--zero", "1"),
+    "zero1-3d": ("2x2x2", "--zero", "1"),
+    "tied-zero1-pp": ("3x1x2", "--tied", "--zero", "1"),
+    "context-unequal": ("dp=3,cp=2",),
+    "context-tp": ("dp=1,tp=2,cp=2",),
+    "context-pp": ("dp=1,pp=2,cp=2", "--schedule", "zbv"),
+    "context-zero1": ("dp=2,cp=2", "--zero", "1"),
+    "context-zero3": ("dp=3,cp=2", "--zero", "3"),
+    "context-3d-zero3": ("dp=1,tp=2,pp=2,cp=2", "--zero", "3"),
+    "context-selective": ("dp=1,cp=2", "--recompute", "selective"),
+    "experts-pp": ("dp=2,pp=2,ep=2", "--experts", "4"),
+    "experts-pp-unequal": ("dp=3,pp=2,ep=3", "--experts", "6"),
+    "experts-zero1": ("dp=4,ep=2", "--experts", "4", "--zero", "1"),
+    "experts-zero3": ("3x1x1", "--experts", "4", "--zero", "3"),
+    "experts-full": ("dp=2,ep=2", "--experts", "4", "--recompute", "full"),
+    "experts-tied": ("dp=2,ep=2", "--experts", "4", "--tied"),
+    "eight-bit": ("3x1x1", "--eight-bit"),
+    "eight-bit-zero3-tp": ("2x3x1", "--eight-bit", "--zero", "3"),
+    "eight-bit-pp": ("1x1x3", "--eight-bit"),
 }
+OTHER_FUNCTION = ("--tied", "--experts", "--eight-bit")
+"""Flags that change what is computed, and so the run to compare with."""
+EIGHT_BIT = 2e-4
+"""Tolerance of the loss where a rounding difference may move an 8-bit code of a moment."""
+
+
+def function_of(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments that change what is computed."""
+    chosen: list[str] = []
+    for place, word in enumerate(arguments):
+        if word in OTHER_FUNCTION:
+            chosen += arguments[place : place + (2 if word == "--experts" else 1)]
+    return tuple(chosen)
 
 
 def run_and_compare(ranks: Any, strategies: dict[str, tuple[str, ...]]) -> None:
-    jobs = [ranks.training("one", "1x1x1", *SMALL), ranks.training("one-tied", "1x1x1", *SMALL, "--tied")]
+    functions = {name: function_of(arguments) for name, arguments in strategies.items()}
+    twins = {function: f"one{''.join(function)}" for function in {(), *functions.values()}}
+    jobs = [ranks.training(name, "1x1x1", *SMALL, *function) for function, name in twins.items()]
     jobs += [ranks.training(name, mesh, *SMALL, *arguments) for name, (mesh, *arguments) in strategies.items()]
     done = ranks.run(jobs)
     failed: dict[str, Any] = {}
-    for name in strategies:
-        twin = done["one-tied" if name.startswith("tied") else "one"]
-        comparison = compare(done[name].ok(), twin.ok(), last_step=3)
+    for name, function in functions.items():
+        tolerance = EIGHT_BIT if "--eight-bit" in function else LOSS_TOLERANCE
+        comparison = compare(done[name].ok(), done[twins[function]].ok(), last_step=3, loss_tolerance=tolerance)
         if not comparison.passed:
             failed[name] = [check for check in comparison.checks if not check.passed]
     assert not failed, failed
-    one, tied = (read_lineage(done[name].folder).steps[3].losses[0] for name in ("one", "one-tied"))
-    assert one != tied
+    last = {name: read_lineage(done[name].folder).steps[3].losses[0] for name in twins.values()}
+    assert len(set(last.values())) == len(twins), last
 
 
 def test_strategies_have_the_loss_of_one_process(ranks: Any) -> None:
@@ -99,16 +137,26 @@ def test_the_rank_that_makes_a_nan_is_named_before_its_peers_have_it(ranks: Any)
         ("1x1x3", {"schedule": "zbv"}, "needs 6 layers"),
         ("1x1x2", {"schedule": "zbv", "micro_batches": (1,)}, "at least 2 micro-batches"),
         ("1x1x2", {"layers_per_stage": (3, 2)}, "do not put 4 layers"),
-        ("2x1x1", {"micro_batches": (4, 4), "zero_stage": 1}, "ZeRO stage 1"),
+        ("2x1x1", {"micro_batches": (4, 4), "zero_stage": 4}, "ZeRO stage 4"),
         ("2x1x1", {"micro_batches": (4, 4), "shard_size": 2}, "shard groups"),
         ("2x1x1", {"micro_batches": (4, 4), "compute": torch.bfloat16}, "bf16"),
-        ("dp=1,cp=2", {}, "cp = 2"),
+        ("dp=2,cp=2", {"micro_batches": (4, 4), "zero_stage": 3, "shard_size": 1}, "cp = 2"),
+        ("dp=1,cp=5", {}, "cannot be cut into 5 equal parts"),
+        ("dp=1,cp=16", {}, "a multiple of 4"),
+        ("dp=1,tp=5,cp=3", {}, "sequence of 32 cannot be cut evenly over tp = 5"),
+        ("dp=2,ep=2", {"micro_batches": (4, 4)}, "no mixture of experts"),
+        ("dp=3,ep=2", {"micro_batches": (3, 3, 2), "experts": 4}, "does not divide dp = 3"),
+        ("dp=2,tp=2,ep=2", {"micro_batches": (4, 4), "experts": 4}, "tp = 2 and cp = 1"),
+        ("dp=2,cp=2,ep=2", {"micro_batches": (4, 4), "experts": 4}, "tp = 1 and cp = 2"),
+        ("dp=2,ep=2", {"micro_batches": (4, 4), "experts": 4, "zero_stage": 3}, "ZeRO stage 3"),
+        ("dp=1,tp=2", {"experts": 4}, "tp = 2: mixtures"),
     ],
 )
 def test_refusals_name_the_factors(shape: str, changed: dict[str, Any], words: str) -> None:
-    strategy = Strategy(**{"micro_batch": 2, "micro_batches": (8,)} | changed)
+    given = {"micro_batch": 2, "micro_batches": (8,)} | changed
+    config = Config(experts=given.pop("experts", 0))
     with pytest.raises(ConfigurationError) as caught:
-        apply_mesh(Gpt(Config()), None, MeshShape.parse(shape), strategy)
+        apply_mesh(Gpt(config), None, MeshShape.parse(shape), Strategy(**given))
     assert words in str(caught.value)
     assert caught.value.hint
 

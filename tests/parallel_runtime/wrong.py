@@ -6,12 +6,12 @@ import torch
 from torch.nn import functional
 
 from regrow.demo import reference
-from regrow.parallel import apply_tensor, dropout
+from regrow.parallel import apply, dropout
 
 
 def no_sequence_offset(argv: list[str]) -> None:
     """Every rank of a sequence-parallel group draws the mask of the first one."""
-    apply_tensor.place_on_mesh = lambda *_, **__: None
+    apply.place_on_mesh = lambda *_, **__: None
     reference.main(argv)
 
 

@@ -6,14 +6,17 @@ No linear layer has a bias: a bias on K has a gradient of pure rounding noise, w
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
+from regrow.errors import ConfigurationError
+from regrow.parallel.apply_context import CausalAttention
+from regrow.parallel.apply_experts import MixtureOfExperts
 from regrow.parallel.apply_layers import tie
 from regrow.parallel.dropout import PLACES_PER_LAYER, KeyedDropout
 
@@ -30,6 +33,8 @@ class Config:
     dropout: float = 0.1
     tied: bool = False
     """One matrix for embedding and output."""
+    experts: int = 0
+    """Experts in each layer, of which a token uses two; 0: one dense feed-forward layer."""
 
 
 class Attention(nn.Module):
@@ -42,14 +47,12 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.hidden, config.hidden, bias=False)
         self.value = nn.Linear(config.hidden, config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.drop = KeyedDropout(config.dropout, layer * PLACES_PER_LAYER + 1, (config.heads, config.seq, config.seq), split="heads")
+        full = (config.heads, config.seq, config.seq)
+        self.attend = CausalAttention(KeyedDropout(config.dropout, layer * PLACES_PER_LAYER + 1, full, split="heads"))
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
         query, keys, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
-        scores = query @ keys.transpose(-1, -2) / math.sqrt(self.head_size)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        weights = self.drop(scores.masked_fill(future, -math.inf).softmax(dim=-1), key)
-        return self.out((weights @ value).transpose(1, 2).flatten(2))
+        return self.out(self.attend(query, keys, value, key).transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -77,7 +80,8 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.drop1 = KeyedDropout(config.dropout, layer * PLACES_PER_LAYER + 2, place)
         self.norm2 = nn.LayerNorm(config.hidden)
-        self.mlp = Mlp(config)
+        inner = config.hidden
+        self.mlp = Mlp(config) if not config.experts else MixtureOfExperts(config.experts, config.hidden, inner, chosen=2)
         self.drop2 = KeyedDropout(config.dropout, layer * PLACES_PER_LAYER + 3, place)
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
@@ -93,9 +97,16 @@ class Embedding(nn.Module):
         self.bytes = nn.Embedding(config.vocabulary, config.hidden)
         self.positions = nn.Embedding(config.seq, config.hidden)
         self.drop = KeyedDropout(config.dropout, 0, (config.seq, config.hidden))
+        self._part = 0
+
+    def on_context(self, group: dist.ProcessGroup, *, index: int, size: int) -> None:
+        """This rank holds part `index` of the sequence (apply_context.ContextAware)."""
+        del group, size
+        self._part = index
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
-        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        first = self._part * x.shape[1]
+        positions = torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
         return self.drop(self.bytes(x) + self.positions(positions), key)
 
 
@@ -143,7 +154,13 @@ class Gpt(nn.Module):
         return x if self.head is None else self.head(x)
 
     def tensor_plan(self, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """Styles for parallelize_module; `*` stands for any layer."""
+        """Styles for parallelize_module; `*` stands for any layer.
+
+        Raises:
+            ConfigurationError: a mixture of experts, which tensor parallelism does not cut here.
+        """
+        if self.config.experts:
+            raise ConfigurationError("no tensor parallelism for mixtures of experts", where="--tp", hint="use ep, dp and pp")
         stream = Shard(1) if sequence_parallel else Replicate()
         whole = Replicate()
         plan: dict[str, ParallelStyle] = {

@@ -56,7 +56,8 @@ class Reference:
         self.shape = shape
         self.seed = args.seed if seed is None else seed
         self.rank = dist.get_rank() if shape.world_size > 1 else 0
-        mesh = init_device_mesh("cpu", (shape.dp, shape.pp, shape.tp), mesh_dim_names=("dp", "pp", "tp")) if shape.world_size > 1 else None
+        sizes = {"dp": shape.dp, "pp": shape.pp, **({"cp": shape.cp} if shape.cp > 1 else {}), "tp": shape.tp}
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if shape.world_size > 1 else None
         self.counts = split(train_gpt.GLOBAL_BATCH, train_gpt.MICRO_BATCH, shape.dp)
         how = dataclasses.replace(train_gpt.strategy(args, train_gpt.MICRO_BATCH, self.counts), **more)
         self.net, self.optimizer, self.scheduler = train_gpt.build(args, mesh, shape, how, torch.device("cpu"))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import regrow
@@ -25,6 +26,7 @@ from regrow.demo.text import Corpus
 from regrow.ids import MeshShape
 from regrow.parallel.apply import MeshModel, Strategy, apply_mesh
 from regrow.parallel.dropout import sample_keys
+from regrow.parallel.quantised import AdamW8
 
 GLOBAL_BATCH = 16
 MICRO_BATCH = 2
@@ -41,10 +43,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=96, help="bytes per sample")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--samples", type=int, default=512, help="size of the training set, in samples of --seq bytes")
-    parser.add_argument("--zero", type=int, default=None, choices=(0, 2, 3), help="shard over the data axis (default: the job's)")
+    parser.add_argument("--zero", type=int, default=None, choices=(0, 1, 2, 3), help="shard over the data axis (default: the job's)")
     parser.add_argument("--schedule", default="1f1b", help="of the pipeline: gpipe, 1f1b, interleaved, interleaved-zb, zbv, dualpipev")
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"), help="activations in the backward pass")
     parser.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
+    parser.add_argument("--experts", type=int, default=0, help="experts in each layer, of which a byte uses two (0: dense)")
+    parser.add_argument("--eight-bit", action="store_true", help="AdamW with its moments in 8 bits")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--warmup", type=int, default=8, help="steps of linear warm-up before the cosine")
     return parser.parse_args(argv)
@@ -66,15 +70,17 @@ def strategy(
 
 def build(
     args: argparse.Namespace, mesh: Any, shape: MeshShape, plan: Strategy, device: torch.device
-) -> tuple[MeshModel, torch.optim.AdamW, LambdaLR]:
+) -> tuple[MeshModel, torch.optim.Optimizer, LambdaLR]:
     """Model on its mesh, optimizer and learning-rate schedule."""
     torch.manual_seed(args.seed)
-    config = Config(layers=args.layers, hidden=args.hidden, heads=args.heads, seq=args.seq, dropout=args.dropout, tied=args.tied)
+    sizes = {"layers": args.layers, "hidden": args.hidden, "heads": args.heads, "seq": args.seq, "experts": args.experts}
+    config = Config(**sizes, dropout=args.dropout, tied=args.tied)
     net = apply_mesh(Gpt(config).to(device), mesh, shape, plan)
     decayed = [parameter for parameter in net.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in net.parameters() if parameter.dim() <= 1]
     groups = [group for group in ({"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}) if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), foreach=False)
+    options = {"lr": args.lr, "betas": (0.9, 0.95)}
+    optimizer = net.optimizer(AdamW8, groups, **options) if args.eight_bit else net.optimizer(AdamW, groups, **options, foreach=False)
 
     def rate(completed: int) -> float:
         if completed < args.warmup:
