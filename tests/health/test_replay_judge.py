@@ -35,7 +35,8 @@ CASES = {
     "never the same": ([healthy(0), healthy(2), own(1, BAD, OTHER, Seen("d"))], 3, "diverged", (1,), ()),
     "alone, and clean before": ([own(0, BAD, OK, OTHER, OK)], 1, "diverged", (0,), ()),
     "alone, and never clean": ([own(0, BAD, OK, OTHER, OK, clean=0)], 1, "skipped", (), ()),
-    "the program does not repeat": ([own(0, OK, BAD, OTHER), own(1, OK, BAD, OTHER)], 2, "skipped", (), ()),
+    "the program does not repeat": ([own(0, OK, BAD, OTHER, clean=0), own(1, OK, BAD, OTHER, clean=0)], 2, "skipped", (), ()),
+    "it did repeat before": ([own(0, OK, BAD, OTHER, OK), own(1, OK, BAD, OTHER, OK)], 2, "diverged", (), ()),
     "two replicas differ": (
         [healthy(0, r1=(BAD, BAD)), healthy(1, r0=(mine(0), mine(0)))],
         2,
