@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections import Counter
 from functools import cached_property
 from typing import Any
@@ -12,6 +14,9 @@ import msgspec
 from regrow.errors import ConfigurationError
 
 GB = 1e9
+
+MOST_NODES = 100_000
+"""Far more than any cluster has; keeps a slip of the keyboard from taking all memory. Ours."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,9 +143,11 @@ def uniform(
     Raises:
         ConfigurationError: fewer than one node or GPU, unknown device, memory that is not a positive number.
     """
-    sizes = gpus_per_node if isinstance(gpus_per_node, list) else [gpus_per_node] * max(0, nodes)
+    sizes = gpus_per_node if isinstance(gpus_per_node, list) else [gpus_per_node] * max(0, min(nodes, MOST_NODES + 1))
     if nodes < 1:
         raise ConfigurationError(f"an inventory of {nodes} nodes", where="--nodes", hint="plan for at least one node")
+    if nodes > MOST_NODES:
+        raise ConfigurationError(f"an inventory of {nodes} nodes", where="--nodes", hint=f"at most {MOST_NODES} nodes are planned for")
     if len(sizes) != nodes:
         raise ConfigurationError(
             f"{len(sizes)} GPU counts for {nodes} nodes", where="--gpus-per-node", hint="give one number, or one per node: 8,8,7,6"
@@ -207,12 +214,12 @@ def read(text: str, source: str, **overrides: Any) -> Inventory:
     try:
         file = msgspec.json.decode(text, type=_File)
     except msgspec.DecodeError as error:
-        raise ConfigurationError(
-            f"is not an inventory: {error}", where=source, hint='write {"nodes": [{"gpus": 8, "count": 4}]}'
-        ) from error
+        raise ConfigurationError(f"is not an inventory: {error}", where=source, hint=_nearest_key(str(error))) from error
     for key, value in overrides.items():
         if value is not None:
             file = msgspec.structs.replace(file, **{key: value})
+    if sum(max(0, entry.count) for entry in file.nodes) > MOST_NODES:
+        raise ConfigurationError("has too many nodes", where=source, hint=f"at most {MOST_NODES} nodes are planned for")
     listed = [(entry, index) for entry in file.nodes for index in range(entry.count)]
     made = uniform(
         len(listed),
@@ -239,6 +246,16 @@ def read(text: str, source: str, **overrides: Any) -> Inventory:
         domain_gpus=max(1, file.domain_gpus),
         torus=file.torus,
     )
+
+
+def _nearest_key(problem: str) -> str:
+    """What to write instead of an unknown field, else an example."""
+    unknown = re.search(r"unknown field `([^`]*)`", problem)
+    known = {name for kind in (_File, _NodeFile, _LinkFile) for name in kind.__struct_fields__}
+    near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else []
+    if near:
+        return f"did you mean {near[0]}?"
+    return 'write {"nodes": [{"gpus": 8, "count": 4}]}' + (f"; known are {', '.join(sorted(known))}" if unknown else "")
 
 
 def _node_name(entry: _NodeFile, index: int, number: int) -> str:

@@ -182,7 +182,7 @@ def _best_of(request: Request, templates: list[_Template], there: Inventory, mos
         if mesh.tp not in groups:
             groups[mesh.tp] = there.tp_groups(mesh.tp)
         dp = min(groups[mesh.tp] // template.replica, template.total)
-        if request.equal_replicas or mesh.ep > 1:
+        if request.equal_replicas or mesh.ep > 1 or request.hsdp_shard:
             dp = widest_dp(request, dp, template.micro, mesh.tp * mesh.cp, mesh.ep)
         if most_dp is not None:
             dp = min(dp, most_dp)

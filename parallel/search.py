@@ -95,6 +95,8 @@ def check(request: Request) -> None:
         raise ConfigurationError(f"ZeRO stage {request.zero}", where="--zero", hint="0 (DDP), 1, 2 or 3 (FSDP)")
     if request.global_batch < 1:
         raise ConfigurationError(f"global batch {request.global_batch}", where="--global-batch", hint="give at least 1 sample")
+    if request.hsdp_shard < 0:
+        raise ConfigurationError(f"HSDP groups of {request.hsdp_shard}", where="--hsdp-shard", hint="ranks of one group; 0: all")
     if request.virtual < 1:
         raise ConfigurationError(f"{request.virtual} virtual stages", where="--virtual", hint="give at least 1")
     fitting = [micro for micro in request.micro_batch if micro >= 1 and request.global_batch % micro == 0]
@@ -139,7 +141,8 @@ def widest_dp(request: Request, replicas: int, micro: int, inner: int, ep: int) 
     most = min(replicas, request.global_batch // micro)
     if request.equal_replicas and most:
         most = batch.largest_equal_dp(request.global_batch, micro, most)
-    while most > 1 and (most * inner) % ep:
+    group = request.hsdp_shard
+    while most > 1 and ((most * inner) % ep or (0 < group < most and most % group)):
         most -= 1
         if request.equal_replicas:
             most = batch.largest_equal_dp(request.global_batch, micro, most)
@@ -165,9 +168,12 @@ def judge(request: Request, mesh: MeshShape, micro: int) -> Plan | str:
 
 
 def _problem(request: Request, mesh: MeshShape) -> str:
-    return legal.shape_problem(
-        request.model, mesh, sequence_parallel=request.sequence_parallel, replicate_kv=request.replicate_kv
-    ) or legal.world_problem(request.inventory, mesh, tp_asked=request.tp is not None)
+    ranks, group = mesh.dp * mesh.cp, request.hsdp_shard
+    return (
+        legal.shape_problem(request.model, mesh, sequence_parallel=request.sequence_parallel, replicate_kv=request.replicate_kv)
+        or legal.world_problem(request.inventory, mesh, tp_asked=request.tp is not None)
+        or (f"HSDP groups of {group} do not divide DP {mesh.dp} x CP {mesh.cp} = {ranks}" if 0 < group < ranks and ranks % group else "")
+    )
 
 
 def _cheapest_setting(request: Request, mesh: MeshShape, micro: int, counts: tuple[int, ...], layers: tuple[int, ...]) -> Plan | str:

@@ -255,7 +255,7 @@ def test_people_can_read_it(capsys: pytest.CaptureFixture[str], regrow: Regrow) 
     _, document, _ = regrow("plan", *BASE, "--lose", 1, "--table", "--placement", "--advise", "--rate-per-gpu-hour", 2e-5)
     plan_text.show(document)
     text = capsys.readouterr().out
-    for word in ("best:", "why", "memory", "bubble", "after losing 1 nodes", "MTBF", "best mesh by surviving nodes", "placement", "walls"):
+    for word in ("best:", "why", "memory", "bubble", "after losing 1 node,", "MTBF", "best mesh by surviving nodes", "placement", "walls"):
         assert word in text
     _, document, _ = regrow("plan", *BASE, "--tp", 3)
     plan_text.show(document)

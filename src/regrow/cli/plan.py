@@ -59,8 +59,10 @@ def plan(
     cp: Annotated[int | None, typer.Option(help="Context-parallel size.", rich_help_panel=_FORCE)] = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel size, folded into DP x CP x TP.", rich_help_panel=_FORCE)] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0..3.", rich_help_panel=_FORCE)] = None,
-    hsdp_shard: Annotated[int, typer.Option(help="HSDP: ranks of one sharding group.", rich_help_panel=_FORCE)] = 0,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipe, auto.", rich_help_panel=_FORCE)] = "1f1b",
+    hsdp_shard: Annotated[int | None, typer.Option(help="HSDP: ranks of one sharding group.", rich_help_panel=_FORCE)] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b (default), interleaved, zb-h1, zbv, dualpipe, auto.", rich_help_panel=_FORCE)
+    ] = None,
     virtual: Annotated[
         int | None, typer.Option(help="Virtual stages of the interleaved schedule (default: 2).", rich_help_panel=_FORCE)
     ] = None,

@@ -32,6 +32,7 @@ _SHAPE = (
 )
 _INVENTORY = ("gpu_type", "gpu_memory_gb", "peak_tflops", "nvlink_gpus")
 _AXES = ("dp", "tp", "pp", "cp", "ep")
+_SETTINGS = ("zero", "recompute", "schedule", "virtual", "hsdp_shard")
 
 
 def request(flags: dict[str, Any]) -> tuple[Request, list[str]]:
@@ -43,7 +44,10 @@ def request(flags: dict[str, Any]) -> tuple[Request, list[str]]:
     notes: list[str] = []
     model, stated = _model(flags)
     there = _inventory(flags)
-    axes: dict[str, Any] = {name: flags[name] if flags[name] is not None else stated.get(name) for name in _AXES}
+    asked = {name: flags[name] if flags[name] is not None else stated.get(name) for name in (*_AXES, *_SETTINGS)}
+    axes: dict[str, Any] = {name: asked[name] for name in _AXES}
+    if stated:
+        notes.append("the file states " + ", ".join(f"{name.replace('_', '-')} {value}" for name, value in stated.items()))
     micro = _micro_batches(flags["micro_batch"]) or ((stated["micro_batch"],) if stated.get("micro_batch") else ())
     batch = flags["global_batch"] if flags["global_batch"] is not None else stated.get("global_batch")
     if batch is None:
@@ -58,19 +62,19 @@ def request(flags: dict[str, Any]) -> tuple[Request, list[str]]:
     reserve = flags["reserve_gb"]
     if not math.isfinite(reserve) or reserve < 0:
         raise ConfigurationError(f"{reserve} GB", where="--reserve-gb", hint="give a finite number of at least 0")
-    schedule = pipeline.check_name(flags["schedule"])
+    schedule = pipeline.check_name(asked["schedule"] or "1f1b")
     made = Request(
         model=model,
         inventory=there,
         global_batch=batch,
         micro_batch=micro,
-        zero=flags["zero"],
+        zero=asked["zero"],
         schedule=schedule,
-        virtual=flags["virtual"] if flags["virtual"] is not None else 2 if schedule == "interleaved" else 1,
-        recompute=memory.check_recompute(flags["recompute"]) if flags["recompute"] else None,
+        virtual=asked["virtual"] if asked["virtual"] is not None else 2 if schedule == "interleaved" else 1,
+        recompute=memory.check_recompute(asked["recompute"]) if asked["recompute"] else None,
         recipe=_recipe(flags["optimizer"]),
         offload=_choice(flags["offload"], ("none", "optimizer", "all"), "--offload"),
-        hsdp_shard=flags["hsdp_shard"],
+        hsdp_shard=asked["hsdp_shard"] or 0,
         equal_replicas=flags["equal_replicas"],
         sequence_parallel=flags["sequence_parallel"],
         replicate_kv=flags["replicate_kv"],
@@ -105,7 +109,7 @@ def read_text(path: Path, flag: str) -> str:
         raise ConfigurationError(f"{path} cannot be read: {error}", where=flag, hint="check the path") from error
 
 
-def _model(flags: dict[str, Any]) -> tuple[shape.Model, dict[str, int]]:
+def _model(flags: dict[str, Any]) -> tuple[shape.Model, dict[str, Any]]:
     given = {name: flags[name] for name in _SHAPE}
     if flags["model"] is None:
         return shape.make(**given), {}

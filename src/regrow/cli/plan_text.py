@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ def show(document: Document) -> None:
     sizes = f" ({', '.join(map(str, there['uneven']))} GPUs)" if there["uneven"] else ""
     console.print(
         f"{described['params'] / 1e9:.4g}B parameters on {there['gpus']} x {there['gpu_type']}"
-        f" ({there['gpu_memory_bytes'] / 1e9:g} GB) in {there['nodes']} nodes{sizes}"
+        f" ({there['gpu_memory_bytes'] / 1e9:g} GB) in {many(there['nodes'], 'node')}{sizes}"
     )
     for note in document["notes"]:
         console.print(f"note: {note}")
@@ -28,7 +29,7 @@ def show(document: Document) -> None:
         _best(console, best)
         if len(document["plans"]) > 1:
             console.print(_table(document["plans"]))
-    _rejected(console, document, most=20 if best is None else 5)
+    _rejected(console, document, most=12 if best is None else 5)
     for nearest in document.get("nearest", []):
         console.print(f"  would work: {name(nearest['mesh'])}, ZeRO-{nearest['zero_stage']}, step {nearest['step_seconds']:.4g} s")
     _extras(console, document)
@@ -75,7 +76,7 @@ def _extras(console: Console, document: Document) -> None:
         console.print(f"equal replicas instead: {name(equal['mesh'])}, step {equal['slower_ratio']:+.1%}, {equal['gpus_idle']} GPUs idle")
     after = document.get("after_loss")
     if after:
-        console.print(f"\nafter losing {after['lost_nodes']} nodes, repair in {after['repair_hours']:g} h:")
+        console.print(f"\nafter losing {many(after['lost_nodes'], 'node')}, repair in {after['repair_hours']:g} h:")
         for option in after["options"]:
             console.print(f"  {option['name']:<24} loses {option['lost_seconds']:6.0f} s  {option['reason']}")
         console.print(f"  {after['verdict']}")
@@ -152,10 +153,29 @@ def _table(plans: list[Document]) -> Table:
     return table
 
 
+def many(number: int, word: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
 def _rejected(console: Console, document: Document, *, most: int) -> None:
-    rejected = document["rejected"]
-    for each in rejected[:most]:
-        console.print(f"  out: {name(each['mesh'])}: {each['reason']}")
-    more = document["rejected_count"] - len(rejected[:most])
-    if more > 0:
-        console.print(f"  and {more} more")
+    """One line for each kind of reason: the mesh that comes nearest, and how many more are out for the like of it."""
+    kinds: dict[str, list[Document]] = {}
+    for each in document["rejected"]:
+        kinds.setdefault(_NUMBER.sub("#", each["reason"]), []).append(each)
+    for alike in list(kinds.values())[:most]:
+        nearest = min(alike, key=_shortage)
+        more = f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else ""
+        console.print(f"  out: {name(nearest['mesh'])}: {nearest['reason']}{more}")
+    rest = document["rejected_count"] - sum(map(len, list(kinds.values())[:most]))
+    if rest > 0:
+        console.print(f"  and {rest} more")
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def _shortage(rejected: Document) -> float:
+    """Memory that a mesh needs, where that is why it is out; else all are alike and the first is shown."""
+    found = re.search(r"needs at least (\d+\.\d+) GB", rejected["reason"])
+    return float(found[1]) if found else 0.0
