@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # pyright: i
 
 from regrow.parallel.apply_data import local
 from regrow.parallel.mesh import chunk_sizes
+from regrow.parallel.quantised import WHOLE_SHAPE
 
 Make = Callable[[torch.optim.Optimizer], None]
 """Makes the state of an optimizer exist before its first step."""
@@ -76,6 +77,7 @@ class Slices:
         axis = axis or 0  # tensor parallelism cuts its only axis: cut that part once more, as FSDP2 does
         sizes = chunk_sizes(whole.shape[axis], self._count)
         view = nn.Parameter(whole.split(list(sizes), dim=axis)[self._index])
+        setattr(view, WHOLE_SHAPE, data.shape)
         return _Slice(parameter, view, axis, sizes, mesh, (placement, *inner))
 
     def reduce(self) -> None:

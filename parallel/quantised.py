@@ -21,6 +21,8 @@ from regrow.errors import ConfigurationError
 
 BLOCK = 16
 """Elements of the last axis that share a scale."""
+WHOLE_SHAPE = "whole_shape"
+"""Attribute of a parameter that is a slice of a larger one: the shape of that."""
 _SIGNED_LEVELS, _SIGNED_POWER = 127, 2.0
 _UNSIGNED_LEVELS, _UNSIGNED_POWER = 255, 4.0
 
@@ -97,14 +99,15 @@ def is_quantised(parameter: Tensor) -> bool:
     Raises:
         ConfigurationError: a shard that cuts through a block.
     """
-    if parameter.dim() < 2 or parameter.shape[-1] % BLOCK:
+    whole = getattr(parameter, WHOLE_SHAPE, parameter.shape)
+    if len(whole) < 2 or whole[-1] % BLOCK:
         return False
     here = _local(parameter)
     if here.shape[-1] % BLOCK:
         raise ConfigurationError(
-            f"a shard of {tuple(here.shape)} of a parameter of {tuple(parameter.shape)} cuts through a block of {BLOCK}",
+            f"a shard of {tuple(here.shape)} of a parameter of {tuple(whole)} cuts through a block of {BLOCK}",
             where="AdamW8",
-            hint="choose a tensor-parallel size whose parts of the last axis are multiples of the block",
+            hint="choose a tensor-parallel size (under ZeRO stage 1 also a number of replicas) that leaves whole blocks of the last axis",
         )
     return True
 
@@ -124,14 +127,16 @@ def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_unsigned(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write `values` >= 0 as uint8 codes in place, rounded UP: x = scale * (c / 255)^4.
+    """Write `values` >= 0 as uint8 codes in place, to the nearest, but what is above zero stays so: x = scale * (c / 255)^4.
 
-    Up, because a second moment that became zero under a first moment that did not would make the update explode.
+    A second moment that became zero under a first moment that did not would make the update explode. Rounding all of them
+    up would never let them decay: a step's decay is less than a code.
     """
     largest = _blocks(values).amax(dim=-1)
     scales.copy_(largest)
     share = _blocks(values) / largest.clamp_min(torch.finfo(values.dtype).tiny).unsqueeze(-1)
-    codes.copy_((share.pow(1 / _UNSIGNED_POWER) * _UNSIGNED_LEVELS).ceil().clamp_max(_UNSIGNED_LEVELS).view_as(values))
+    nearest = (share.pow(1 / _UNSIGNED_POWER) * _UNSIGNED_LEVELS).round()
+    codes.copy_(torch.maximum(nearest, (share > 0).to(nearest.dtype)).view_as(values))
 
 
 def decode_unsigned(codes: Tensor, scales: Tensor) -> Tensor:
