@@ -62,7 +62,7 @@ def curve_svg(
     verticals: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Curves over a logarithmic x axis with marked points and labelled vertical lines."""
-    width, height, left, right, top, bottom = 760.0, 420.0, 70.0, 20.0, 40.0, 50.0
+    width, height, left, right, top, bottom = 760.0, 440.0, 70.0, 20.0, 62.0, 50.0
     points = [point for line in series.values() for point in line if math.isfinite(point[1]) and point[0] > 0]
     low, high = min(x for x, _ in points), max(x for x, _ in points)
     floor = min([0.0, *(y for _, y in points)])
@@ -87,7 +87,7 @@ def curve_svg(
         x, _ = at(x_value, floor)
         svg.text(x, height - bottom + 18, f"{x_value:.3g}", size=11, anchor="middle")
     svg.text((left + width - right) / 2, height - 12, x_label, anchor="middle")
-    svg.text(left, top - 4, y_label, size=11)
+    svg.text(left, top - 12, y_label, size=11)
     for index, (name, line) in enumerate(series.items()):
         colour = PALETTE[index % len(PALETTE)]
         svg.line([at(x, y) for x, y in line if math.isfinite(y) and x > 0], colour, width=2)
@@ -100,8 +100,8 @@ def curve_svg(
     for x, y, label in marks:
         if low <= x <= high:
             px, py = at(x, y)
-            svg.rect(px - 3, py - 3, 6, 6, PALETTE[1])
-            svg.text(px + 6, py - 6, label, size=11)
+            svg.rect(px - 4, py - 4, 8, 8, PALETTE[1])
+            svg.text(px, py - 14, label, size=12, anchor="middle")
     return svg.render()
 
 

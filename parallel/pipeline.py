@@ -47,13 +47,13 @@ def micro_batches_for(fraction: float, pp: int) -> int:
 def in_flight(schedule: str, pp: int, micro_batches: int, virtual: int = 1, stage: int = 0) -> float:
     """Micro-batches whose activations `stage` holds at its peak, in units of the stage's whole share of layers.
 
-    GPipe holds all M; 1F1B and ZB-H1 hold P - stage; interleaved P (1 + (P-1)/(P V)) on the first stage
-    (https://arxiv.org/abs/2205.05198, section 4.2.3); ZBV P on every stage; DualPipe P + 1.
+    GPipe holds all M; 1F1B and ZB-H1 hold P - stage; interleaved P (1 + (P-1)/(P V)) on the first stage and 2/V less on each
+    further one (https://arxiv.org/abs/2205.05198, section 4.2.3); ZBV P on every stage; DualPipe P + 1.
     """
     if schedule == "gpipe":
         return float(micro_batches)
     if schedule == "interleaved" and virtual > 1:
-        return min(float(micro_batches), pp - stage + (pp - 1) / virtual) if pp > 1 else 1.0
+        return min(float(micro_batches), pp + (pp - 1 - 2 * stage) / virtual) if pp > 1 else 1.0
     if schedule == "zbv":
         return float(min(micro_batches, pp))
     if schedule == "dualpipe":
@@ -109,20 +109,32 @@ class Slot(msgspec.Struct, frozen=True):
     micro_batch: int
     start: float
     end: float
+    chunk: int = 0
+    """Which of the stage's groups of layers, where it has several (interleaved)."""
 
 
-def timeline(schedule: str, pp: int, micro_batches: int) -> list[Slot]:
-    """When each stage works on what, for gpipe, 1f1b and zb-h1: simulated, so that the bubble can be measured.
+Work = tuple[Literal["F", "B", "W"], int, int]
+"""Kind, chunk, micro-batch."""
+DRAWN = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
-    In gpipe and 1f1b a B slot is the whole backward (length 2); zb-h1 splits it into B and W of length 1.
+
+def timeline(schedule: str, pp: int, micro_batches: int, virtual: int = 1) -> list[Slot]:
+    """When each stage works on what, for the schedules in `DRAWN`: simulated, so that the bubble can be measured.
+
+    A B slot is the whole backward (length 2) but in zb-h1, which splits it into B and W of length 1. A chunk of an interleaved
+    stage is 1 / `virtual` of its layers and takes that share of the time.
 
     Raises:
-        ConfigurationError: a schedule that is not drawn.
+        ConfigurationError: a schedule that is not drawn, or an interleaved one that cannot run.
     """
-    if schedule not in ("gpipe", "1f1b", "zb-h1"):
-        raise ConfigurationError(f"{schedule} is not drawn", where="--schedule", hint="gpipe, 1f1b and zb-h1 are")
-    orders = [_order(schedule, pp, stage, micro_batches) for stage in range(pp)]
-    length = {"F": 1.0, "B": 1.0 if schedule == "zb-h1" else 2.0, "W": 1.0}
+    if schedule not in DRAWN:
+        raise ConfigurationError(f"{schedule} is not drawn", where="--schedule", hint=f"{', '.join(DRAWN)} are")
+    chunks = virtual if schedule == "interleaved" and pp > 1 else 1
+    wrong = problem(schedule, pp, virtual, 0, (micro_batches,)) if chunks > 1 else ""
+    if wrong:
+        raise ConfigurationError(wrong, where="--schedule", hint="see `regrow plan`")
+    orders = [_order(schedule, pp, stage, micro_batches, chunks) for stage in range(pp)]
+    length = {"F": 1.0 / chunks, "B": (1.0 if schedule == "zb-h1" else 2.0) / chunks, "W": 1.0}
     ready: dict[tuple[str, int, int], float] = {}
     free = [0.0] * pp
     at = [0] * pp
@@ -131,47 +143,62 @@ def timeline(schedule: str, pp: int, micro_batches: int) -> list[Slot]:
         moved = False
         for stage in range(pp):
             while at[stage] < len(orders[stage]):
-                kind, index = orders[stage][at[stage]]
-                begin = _begin(kind, index, stage, pp, ready)
+                kind, chunk, index = orders[stage][at[stage]]
+                place = chunk * pp + stage
+                begin = _begin(kind, index, place, pp * chunks, ready)
                 if begin is None:
                     break
                 start = max(free[stage], begin)
                 end = start + length[kind]
-                ready[kind, stage, index] = free[stage] = end
-                made.append(Slot(stage, kind, index, start, end))
+                ready[kind, place, index] = free[stage] = end
+                made.append(Slot(stage, kind, index, start, end, chunk))
                 at[stage] += 1
                 moved = True
         assert moved, "a schedule must not wait for itself"
     return made
 
 
-def _begin(kind: str, index: int, stage: int, pp: int, ready: dict[tuple[str, int, int], float]) -> float | None:
+def _begin(kind: str, index: int, place: int, places: int, ready: dict[tuple[str, int, int], float]) -> float | None:
     if kind == "F":
-        return 0.0 if stage == 0 else ready.get(("F", stage - 1, index))
+        return 0.0 if place == 0 else ready.get(("F", place - 1, index))
     if kind == "B":
-        return ready.get(("F", stage, index)) if stage == pp - 1 else ready.get(("B", stage + 1, index))
-    return ready.get(("B", stage, index))
+        return ready.get(("F", place, index)) if place == places - 1 else ready.get(("B", place + 1, index))
+    return ready.get(("B", place, index))
 
 
-def _order(schedule: str, pp: int, stage: int, count: int) -> list[tuple[Literal["F", "B", "W"], int]]:
+def _order(schedule: str, pp: int, stage: int, count: int, chunks: int) -> list[Work]:
+    if chunks > 1:
+        return _interleaved(pp, stage, count, chunks)
     warm = count if schedule == "gpipe" else min(count, pp - stage)
-    order: list[tuple[Literal["F", "B", "W"], int]] = [("F", index) for index in range(warm)]
+    order: list[Work] = [("F", 0, index) for index in range(warm)]
     if schedule == "gpipe":
-        order.extend(("B", index) for index in reversed(range(count)))
+        order.extend(("B", 0, index) for index in reversed(range(count)))
         return order
     split = schedule == "zb-h1"
     pending = 0
     for index in range(count):
-        order.append(("B", index))
+        order.append(("B", 0, index))
         # ZB-H1 delays weight gradients by the stage's distance from the end, so that they fill the drain.
         if split and index - pending >= stage:
-            order.append(("W", pending))
+            order.append(("W", 0, pending))
             pending += 1
         if index + warm < count:
-            order.append(("F", index + warm))
+            order.append(("F", 0, index + warm))
     if split:
-        order.extend(("W", index) for index in range(pending, count))
+        order.extend(("W", 0, index) for index in range(pending, count))
     return order
+
+
+def _interleaved(pp: int, stage: int, count: int, chunks: int) -> list[Work]:
+    """Micro-batches in groups of P through one chunk after the other (https://arxiv.org/abs/2104.04473, figure 4)."""
+    total = count * chunks
+    forward: list[Work] = [("F", at // pp % chunks, at // (pp * chunks) * pp + at % pp) for at in range(total)]
+    backward: list[Work] = [("B", chunks - 1 - chunk, index) for _, chunk, index in forward]
+    warm = min(total, 2 * (pp - stage - 1) + (chunks - 1) * pp)
+    order = forward[:warm]
+    for at in range(total - warm):
+        order += [forward[warm + at], backward[at]]
+    return order + backward[total - warm :]
 
 
 def measured_fraction(slots: list[Slot]) -> float:

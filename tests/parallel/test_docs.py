@@ -22,6 +22,7 @@ PICTURES: dict[str, tuple[object, ...]] = {
     "mesh.svg": (*SMALL, "--nodes", 2, "--global-batch", 64, "--tp", 4, "--pp", 2, "--picture", "mesh"),
     "schedule-1f1b.svg": (*SMALL, *SCHEDULE, "--picture", "schedule"),
     "schedule-zb-h1.svg": (*SMALL, *SCHEDULE, "--schedule", "zb-h1", "--picture", "schedule"),
+    "schedule-interleaved.svg": (*SMALL, *SCHEDULE, "--schedule", "interleaved", "--picture", "schedule"),
     "regime.svg": (*SMALL, "--nodes", 16, "--global-batch", 1024, "--picture", "regime"),
     "interval.svg": ("interval", "--mtbf-hours", 24, "--save-seconds", 30),
 }

@@ -41,6 +41,30 @@ def test_drawn_schedules_hold_what_the_memory_model_says(schedule: str, pp: int,
         assert most == pipeline.in_flight(schedule, pp, count, stage=stage)
 
 
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 4))
+def test_interleaved_schedule_is_the_formula_s(pp: int, virtual: int, groups: int) -> None:
+    """Bubble, what each stage holds, and each micro-batch once through each chunk, forward before backward."""
+    count = groups * pp
+    slots = pipeline.timeline("interleaved", pp, count, virtual)
+    assert pipeline.measured_fraction(slots) == pytest.approx(pipeline.bubble_fraction("interleaved", pp, count, virtual))
+    for stage in range(pp):
+        own = sorted((slot for slot in slots if slot.stage == stage), key=lambda slot: slot.start)
+        held = most = 0
+        for slot in own:
+            held += 1 if slot.kind == "F" else -1
+            most = max(most, held)
+        assert len(own) == len({(slot.kind, slot.chunk, slot.micro_batch) for slot in own}) == 2 * virtual * count
+        assert held == 0
+        if count >= 2 * pp:
+            assert most / virtual == pytest.approx(pipeline.in_flight("interleaved", pp, count, virtual, stage))
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "count"), [("zbv", 1, 8), ("dualpipe", 1, 8), ("interleaved", 2, 6)])
+def test_what_is_not_drawn_is_refused(schedule: str, virtual: int, count: int) -> None:
+    with pytest.raises(ConfigurationError):
+        pipeline.timeline(schedule, 4, count, virtual)
+
+
 @given(st.integers(2, 8), st.integers(0, 16))
 def test_zero_bubble_needs_as_many_micro_batches_as_stages(pp: int, more: int) -> None:
     slots = pipeline.timeline("zb-h1", pp, pp + more)

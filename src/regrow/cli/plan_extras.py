@@ -159,6 +159,12 @@ def _place(request: Request, best: Plan) -> placement.Placement:
     return placement.place(best.mesh, request.inventory, dp_bytes=moved.dp, pp_bytes=moved.pp)
 
 
+def _drawn_count(best: Plan) -> int:
+    """At most 64 micro-batches are drawn; interleaving takes multiples of PP."""
+    most = min(best.micro_batches[0], 64)
+    return most - most % best.mesh.pp if best.setup.schedule == "interleaved" and most > best.mesh.pp else most
+
+
 def write_picture(request: Request, best: Plan | None, kind: str, path: Path) -> None:
     """Draw the best plan.
 
@@ -173,7 +179,7 @@ def write_picture(request: Request, best: Plan | None, kind: str, path: Path) ->
     if kind == "mesh":
         text = picture.mesh_svg(_place(request, best))
     elif kind == "schedule":
-        text = picture.schedule_svg(best.setup.schedule, best.mesh.pp, min(best.micro_batches[0], 64))
+        text = picture.schedule_svg(best.setup.schedule, best.mesh.pp, _drawn_count(best), best.setup.virtual)
     else:
         seq = max(1, request.model.seq)
         points = advise.regimes(request, max(4096, best.gpus_used), max(2.0**26, float(request.global_batch * seq)))
