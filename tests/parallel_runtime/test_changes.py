@@ -16,6 +16,17 @@ from regrow.ids import MeshShape
 SMALL = ["--layers", "3", "--hidden", "48", "--heads", "6", "--seq", "48", "--seed", "4", "--samples", "96"]
 OF_SIZE = {1: "1x1x1", 2: "1x2x1", 3: "1x1x3", 4: "2x1x2", 5: "5x1x1", 6: "3x2x1", 7: "7x1x1", 8: "2x2x2"}
 """A mesh for every number of workers: with 5 and 7 only the data axis is left, with unequal micro-batches."""
+WAYS = {
+    1: ["1x1x1"],
+    2: ["1x2x1", "1x1x2", "dp=1,cp=2", "2x1x1/1"],
+    3: ["1x1x3", "3x1x1/1", "dp=1,cp=3", "1x3x1"],
+    4: ["2x1x2", "2x2x1/1", "dp=2,cp=2", "4x1x1/3/2"],
+    5: ["5x1x1", "5x1x1/1", "5x1x1/3"],
+    6: ["3x2x1", "3x2x1/1", "dp=3,cp=2", "1x2x3", "2x1x3/2"],
+    7: ["7x1x1", "7x1x1/1", "7x1x1/2"],
+    8: ["2x2x2", "2x2x2/3", "dp=1,tp=2,pp=2,cp=2", "4x2x1/2/2"],
+}
+"""Further ways, "MESH/ZeRO stage/shard size"."""
 
 
 def chain(ranks: Any, log: Path, meshes: list[str], *, steps: int, total: int, name: str = "") -> list[Any]:
@@ -64,10 +75,18 @@ def test_unchanged_mesh_is_the_same_to_the_bit(ranks: Any, tmp_path: Path) -> No
 
 @pytest.mark.soak
 def test_twenty_changes_in_random_order(ranks: Any, tmp_path: Path) -> None:
-    meshes: list[str] = []
-    while len(meshes) < 20:
-        meshes += random.Random(len(meshes)).sample(sorted(OF_SIZE.values()), len(OF_SIZE))
-    check_chain(ranks, tmp_path, meshes[:20], steps=2)
+    """Sizes and, for a size, ways to use it in random order."""
+    chance, meshes = random.Random(20), ["2x2x2"]
+    while len(meshes) <= 20:
+        meshes += [chance.choice(WAYS[size]) for size in chance.sample(sorted(WAYS), len(WAYS))]
+    check_chain(ranks, tmp_path, meshes[:21], steps=2)
+
+
+@pytest.mark.soak
+def test_down_to_one_worker_and_back(ranks: Any, tmp_path: Path) -> None:
+    """8 - 7 - 6 - 5 - 4 - 3 - 2 - 1 - 8 workers, then 3, 5 and 7 replicas, none of which divides the batch."""
+    meshes = [OF_SIZE[size] for size in (8, 7, 6, 5, 4, 3, 2, 1, 8)]
+    check_chain(ranks, tmp_path, [*meshes, "3x1x1", "5x1x1/1", "7x1x1/3"], steps=2)
 
 
 @pytest.mark.soak

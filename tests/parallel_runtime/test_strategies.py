@@ -23,6 +23,7 @@ QUICK = {
     "zero1-unequal": ("3x1x1", "--zero", "1"),
     "context-3": ("dp=1,cp=3",),
     "experts-unequal": ("dp=3,ep=3", "--experts", "6"),
+    "uneven-stages": ("1x1x3",),
     "eight-bit-zero1": ("2x1x1", "--eight-bit", "--zero", "1"),
 }
 MORE = {
@@ -48,6 +49,9 @@ MORE = {
     "tied-zero3-pp": ("2x1x2", "--tied", "--zero", "3"),
     "tied-zero3-tp": ("2x2x1", "--tied", "--zero", "3"),
     "tied-3d": ("2x2x2", "--tied"),
+    "zero2-tp": ("2x2x1", "--zero", "2"),
+    "zero2-pp": ("2x1x2", "--zero", "2"),
+    "hsdp-pp": ("4x1x2", "--zero", "3", "--shard-size", "2"),
     "zero1-tp": ("2x2x1", "--zero", "1"),
     "zero1-3d": ("2x2x2", "--zero", "1"),
     "tied-zero1-pp": ("3x1x2", "--tied", "--zero", "1"),
@@ -101,6 +105,7 @@ def run_and_compare(ranks: Any, strategies: dict[str, tuple[str, ...]]) -> None:
 
 
 def test_strategies_have_the_loss_of_one_process(ranks: Any) -> None:
+    """Case I01 too: four layers on three stages, none vanishes."""
     run_and_compare(ranks, QUICK)
 
 
@@ -110,15 +115,22 @@ def test_more_strategies_have_the_loss_of_one_process(ranks: Any) -> None:
 
 
 @pytest.mark.soak
-def test_bf16_lies_inside_the_band_of_seeds(ranks: Any) -> None:
+def test_bf16_and_eight_bit_moments_lie_inside_the_band_of_seeds(ranks: Any) -> None:
     arguments = [*SMALL[:-1], "40", "--lr", "2e-3"]
     jobs = [ranks.training(f"seed{seed}", "1x1x1", *arguments, "--seed", str(seed)) for seed in range(4)]
-    jobs.append(ranks.training("bf16", "2x1x1", *arguments, "--seed", "0", "--zero", "2", "--bf16"))
+    others = {
+        "bf16": ("2x1x1", "--zero", "2", "--bf16"),
+        "bf16-tp": ("2x2x1", "--zero", "3", "--bf16"),
+        "bf16-pp": ("2x1x2", "--zero", "2", "--bf16"),
+        "8-bit": ("1x1x1", "--eight-bit"),
+    }
+    jobs += [ranks.training(name, mesh, *arguments, "--seed", "0", *flags) for name, (mesh, *flags) in others.items()]
     done = ranks.run(jobs)
     last = {name: read_lineage(result.ok()).steps[40].losses[0] for name, result in done.items()}
-    seeds = [loss for name, loss in last.items() if name != "bf16"]
-    assert min(seeds) < last["bf16"] < max(seeds), last
-    assert last["bf16"] != last["seed0"]
+    seeds = [loss for name, loss in last.items() if name not in others]
+    for name in others:
+        assert min(seeds) < last[name] < max(seeds), last
+        assert last[name] != last["seed0"]
 
 
 def test_the_rank_that_makes_a_nan_is_named_before_its_peers_have_it(ranks: Any) -> None:
