@@ -19,7 +19,7 @@ class AgentSettings:
 
     node: str = ""
     """Name of this node in the cluster; default: the host's name."""
-    cluster: str = "default"
+    cluster: str = "local"
     """Name of the cluster: keys are under /regrow/<cluster>/."""
     store: str = ""
     """URL of the store, etcd://host:port[,host:port]."""

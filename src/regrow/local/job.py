@@ -38,6 +38,7 @@ class Request:
     zero: int = 0
     model: str = ""
     max_restarts: int = 100
+    priority: int = 0
     run_dir: str = ""
     checkpoint_dir: str = ""
     keep_last: int = 3
@@ -91,6 +92,7 @@ def specification(request: Request) -> wire.JobSpec:
         zero_stage=request.zero,
         checkpoint=wire.CheckpointPolicy(path=str(checkpoint_path(request, name)), keep_last=request.keep_last, fresh_start=request.fresh),
         max_restarts=request.max_restarts,
+        priority=request.priority,
         nice=10 if request.nodes else 0,
         start_method="cold" if request.cold else "warm",
         in_place=request.in_place,
