@@ -72,7 +72,7 @@ def settings_of(parameters: RendezvousParameters) -> Settings:
         if name not in _OPTIONS:
             raise ConfigurationError(f"unknown key {name!r}", where="--rdzv-conf", hint=f"known: {', '.join(_OPTIONS[:-2])}")
     found = Settings(
-        cluster=str(parameters.get("cluster", "default")),
+        cluster=str(parameters.get("cluster", "local")),
         run=parameters.run_id,
         node=str(parameters.get("node") or socket.gethostname().split(".")[0].lower()),
         least=parameters.min_nodes,
