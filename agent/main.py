@@ -11,6 +11,7 @@ import sys
 from regrow import notify
 from regrow.agent import driver
 from regrow.agent.config import AgentSettings
+from regrow.agent.interfaces import interface_of
 from regrow.agent.watch import open_health
 from regrow.errors import ConfigurationError
 from regrow.processes import MARK, lifeline_fd
@@ -27,6 +28,8 @@ def serve(settings: AgentSettings) -> int:
     """
     os.umask(0o077)
     os.environ.setdefault(MARK, str(settings.state))
+    if interface := interface_of(settings.address):  # else gloo asks for the host's name, which may mean loopback or another network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     return asyncio.run(_main(settings))
 
