@@ -251,6 +251,7 @@ class Host:
                 self._peers(chosen)
             case "return":
                 for stub in chosen:
+                    await _end(stub)
                     stub.lost, stub.live, stub.order, stub.lease, stub.number = False, False, None, None, stub.number + 1
                     stub.task = asyncio.create_task(self.run(stub))
             case "state":
@@ -318,6 +319,17 @@ class Host:
             "last_order_at": max((stub.ordered_at for stub in self.stubs.values()), default=0.0),
             "failed_leases": self.failed_leases,
         }
+
+
+async def _end(stub: Stub) -> None:
+    """The host boots: what held the connection of its earlier life is gone. (Two tasks for one node would take each other's
+    connection for ever, twenty TLS handshakes a second and node.)"""
+    if stub.task is not None:
+        stub.task.cancel()
+        await asyncio.gather(stub.task, return_exceptions=True)
+    if stub.writer is not None:
+        stub.writer.transport.abort()
+        stub.writer = None
 
 
 async def main() -> None:
