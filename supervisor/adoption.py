@@ -17,8 +17,9 @@ from regrow import wire
 from regrow.ckpt import verify
 from regrow.store.base import Comparison, Operation, Put, Store, StoreError, mod_revision, version
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.records import LedgerRecord
-from regrow.supervisor.effects import Members, committed_event
+from regrow.supervisor.effects import Members
 from regrow.supervisor.keys import Keys
 from regrow.supervisor.loading import on_storage
 from regrow.supervisor.term import Term
@@ -219,7 +220,7 @@ async def record_pending(term: Term, store: Store, keys: Keys, loaded: e.JobLoad
     if not checked.valid:
         why = "; ".join(f"{problem.file}: {problem.detail}" for problem in checked.problems[:3])
         log.error("job=%s step=%d is durable and not as it was written: %s", job, newest.step, why)
-        term.post(committed_event(job, msgspec.structs.replace(newest, damaged=why), term.now()))
+        term.post(committed(job, msgspec.structs.replace(newest, damaged=why), term.now()))
         return None
     record = msgspec.structs.replace(newest, evidence=("read_back",))
     compare = [version(key) == 0, mod_revision(keys.job(job, "generation")) == known]
@@ -228,5 +229,5 @@ async def record_pending(term: Term, store: Store, keys: Keys, loaded: e.JobLoad
     if not result.succeeded:
         return None
     log.info("job=%s step=%d was durable and pending: committed after reading it back", job, newest.step)
-    term.post(committed_event(job, record, term.now()))
+    term.post(committed(job, record, term.now()))
     return record

@@ -64,7 +64,15 @@ class Silence:
             if not seen.silent and now - seen.heard_at >= self._silence:
                 seen.silent = True
                 found.append(e.NodeSilent(at=now, node=node, last_heard_at=seen.heard_at))
-        return found
+        return self._with_late(found, now) if found else []
+
+    def _with_late(self, found: list[e.NodeSilent], now: float) -> list[e.NodeSilent]:
+        """Hosts that lose power together fall silent within one beat of each other: tell with the first who may follow."""
+        late = {node: seen.heard_at for node, seen in self._seen.items() if not seen.silent and now - seen.heard_at >= self._silence / 2}
+        if not late:
+            return found
+        until = max(late.values()) + self._silence + self._look
+        return [msgspec.structs.replace(found[0], late=tuple(late), late_until=until), *found[1:]]
 
     def is_silent(self, node: str) -> bool:
         """True for a node that is connected and silent."""
@@ -108,6 +116,11 @@ class Stall(msgspec.Struct):
         """Some worker's process does not run."""
         return any(word.phase in STOPPED for word in self.ranks.values())
 
+    @property
+    def phases(self) -> frozenset[str]:
+        """What the ranks are doing."""
+        return frozenset(word.phase for word in self.ranks.values())
+
     def moved(self, now: float) -> e.ProgressResumed | None:
         """Something moved."""
         self.changed_at = now
@@ -115,11 +128,6 @@ class Stall(msgspec.Struct):
             return None
         self.stalled = False
         return e.ProgressResumed(at=now, job=self.job, generation=self.generation)
-
-    @property
-    def phases(self) -> frozenset[str]:
-        """What the ranks are doing."""
-        return frozenset(word.phase for word in self.ranks.values())
 
     def look(self, now: float, limit_seconds: float) -> e.ProgressStalled | None:
         """Has nothing moved for too long? Said once until it moves again."""

@@ -29,6 +29,7 @@ from regrow.store.base import (
 from regrow.supervisor.beat_server import Connection
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.records import LedgerRecord
 from regrow.supervisor.core.view import Incident, View
 from regrow.supervisor.keys import Keys
@@ -62,23 +63,6 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
     drain: bool = False
     by: str = ""
     version: int = wire.PROTOCOL_VERSION
-
-
-def committed_event(job: str, record: wire.CheckpointRecord, at: float) -> e.CheckpointMoved:
-    """A checkpoint record of the store as a fact."""
-    return e.CheckpointMoved(
-        at=at,
-        job=job,
-        generation=record.generation,
-        step=record.step,
-        state="committed",
-        directory=record.directory,
-        record_digest=record.record_digest,
-        samples=record.samples,
-        num_bytes=record.num_bytes,
-        evidence=record.evidence,
-        damaged=record.damaged,
-    )
 
 
 def _say(action: a.EndBoundary | a.Observe | a.Page) -> None:
@@ -265,7 +249,7 @@ class Effects:
                 log.warning("key=%s is not readable", item.key)
                 continue
             if record.step > restored and record.step not in action.damaged:
-                self._post(committed_event(action.job, record, self._now()))
+                self._post(committed(action.job, record, self._now()))
 
     async def _record_once(self, seq: int, action: a.RecordGeneration, epoch: int) -> tuple[bool, int, tuple[KeyValue, ...]]:
         """One transaction: generation, ledger, members (early ones before it when they are many), the journal's entry.

@@ -18,12 +18,13 @@ from regrow.supervisor.beat_server import Connection
 from regrow.supervisor.config import SupervisorConfig
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import hang_limits
+from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.invariants import check
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.core.view import JobView, View
 from regrow.supervisor.detector import Silence, Stall
-from regrow.supervisor.effects import Effects, Incidents, committed_event
+from regrow.supervisor.effects import Effects, Incidents
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
 from regrow.supervisor.linger import Linger
@@ -106,6 +107,9 @@ class Term:
         """Turns, until the term ends. `begin`: what was loaded."""
         self.effects.start()
         watches = [asyncio.create_task(self._watch_nodes()), asyncio.create_task(self._watch_checkpoints())]
+        for event in begin:
+            if isinstance(event, e.JobLoaded) and event.incidents:
+                self._told[event.spec.job] = event.incidents[-1].mark  # as the store has them: not written again
         self.post(e.LeaderStarted(at=self._now(), epoch=self._epoch, supervisor=self._name), *begin)
         wake_at: float | None = None
         look_at = self._now()
@@ -191,8 +195,7 @@ class Term:
         for name, job in self.view.jobs.items():
             if not job.incidents:
                 continue
-            last = job.incidents[-1]
-            mark = (last.id, last.symptom_at, last.generation_after, last.closed)
+            mark = job.incidents[-1].mark
             if self._told.get(name) != mark:
                 self._told[name] = mark
                 self.effects.write(self._keys.job(name, "incidents"), msgspec.json.encode(Incidents(items=job.incidents)))
@@ -369,7 +372,7 @@ class Term:
         known = view.checkpoints.get(record.step) if view is not None else None
         if known is not None and (known.directory, known.evidence, known.damaged) == (record.directory, record.evidence, record.damaged):
             return
-        self.post(committed_event(job, record, self._now()))
+        self.post(committed(job, record, self._now()))
 
 
 async def raise_epoch(store: Store, keys: Keys, comparison: Comparison | None, at_least: int) -> int:

@@ -125,6 +125,11 @@ class NodeSilent(_Event, frozen=True, kw_only=True, tag="node_silent"):
 
     node: str
     last_heard_at: float
+    late: tuple[str, ...] = ()
+    """Nodes that have not beaten for more than half of the limit: what took this one may have taken them. Told with the first of
+    those that fall silent together."""
+    late_until: float = 0.0
+    """When the last of them would be silent, too."""
 
 
 class NodeHeard(_Event, frozen=True, kw_only=True, tag="node_heard"):
@@ -242,11 +247,6 @@ class AtRestMismatch(_Event, frozen=True, kw_only=True, tag="at_rest_mismatch"):
     tensor: str
 
 
-class NonFiniteSeen(_Event, frozen=True, kw_only=True, tag="non_finite_seen"):
-    """Something was infinite or NaN at a step: {rank: what}. Named parameters are of the rank's own gradient, before any sum."""
-
-    job: str
-    generation: int
 class ReplayJudged(_Event, frozen=True, kw_only=True, tag="replay_judged"):
     """A sampled micro-step was done again and its gradients compared."""
 
@@ -256,15 +256,20 @@ class ReplayJudged(_Event, frozen=True, kw_only=True, tag="replay_judged"):
     verdict: wire.ReplayVerdict
 
 
+class NonFiniteSeen(_Event, frozen=True, kw_only=True, tag="non_finite_seen"):
+    """Something was infinite or NaN at a step: {rank: what}. Named parameters are of the rank's own gradient, before any sum."""
+
+    job: str
+    generation: int
     step: int
     ranks: dict[int, str]
+    again: tuple[int, ...] = ()
+    """Ranks on which the same work gave it again when it was repeated."""
 
 
 class ProgressStalled(_Event, frozen=True, kw_only=True, tag="progress_stalled"):
     """No rank's progress word changed for longer than the limit."""
 
-    again: tuple[int, ...] = ()
-    """Ranks on which the same work gave it again when it was repeated."""
     job: str
     generation: int
     since: float
@@ -367,12 +372,12 @@ Event = (
     | DigestsReported
     | AtRestMismatch
     | NonFiniteSeen
+    | ReplayJudged
     | ProgressStalled
     | ProgressResumed
     | OutputKept
     | RestoreWasRefused
     | StartWasRefused
-    | ReplayJudged
     | CheckpointMoved
     | CheckpointGone
 )

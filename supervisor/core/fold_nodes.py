@@ -37,7 +37,14 @@ def liveness(
                 return view
             return put(view, _change(node, connected=False, disconnected_at=event.at, silent_since=None, spare_store=""))
         case e.NodeSilent():
-            return put(view, _change(node, silent_since=event.last_heard_at)) if node.connected else view
+            if not node.connected:
+                return view
+            late = {
+                name: _change(view.nodes[name], late_until=event.late_until)
+                for name in event.late
+                if name in view.nodes and view.nodes[name].reachable
+            }
+            return _change(view, nodes=view.nodes | late | {node.name: _change(node, silent_since=event.last_heard_at)})
         case e.NodeHeard():
             return put(view, _change(node, silent_since=None))
         case e.LeaseExpired():

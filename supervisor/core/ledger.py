@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 
 import msgspec
@@ -15,6 +17,7 @@ PROGRAM = "program"
 BUDGETED = ("infrastructure", "preemption", "program", "unknown")
 MACHINE = ("infrastructure", "preemption")
 """Causes that are not the program's."""
+BLAMES_PROGRAM = (PROGRAM, "unknown")
 DO_NOT_REQUEUE = 78
 """Exit code for a scheduler: the program is at fault, the same start would fail again (EX_CONFIG of sysexits)."""
 
@@ -45,14 +48,26 @@ def counted(ledger: LedgerRecord, policy: Policy, now: float, cause: str | None 
     ]
 
 
-def judge(ledger: LedgerRecord, charge: Charge, spec: wire.JobSpec, policy: Policy) -> Verdict:
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a job beside its charges."""
+
+    since: float | None = None
+    """When it was submitted; None: not known, so no failure is excused by the rate of earlier ones."""
+    step_seconds: float | None = None
+    """Median duration of a step; None: it reports none."""
+
+
+def judge(ledger: LedgerRecord, charge: Charge, spec: wire.JobSpec, policy: Policy, past: Past | None = None) -> Verdict:
     """May the job restart after this incident? The first rule that forbids it is the reason.
 
     1. A program error before the first step ever completed: stop at once.
     2. A program error at the same place, at the same step, twice: stop.
-    3. `no_progress_limit` failures in a row that no machine explains, without a step in between: stop.
-    4. The budget of the cause is used up.
+    3. `no_progress_limit` failures in a row that no machine explains, without a step in between, and more than chance brings
+       at the rate at which this job failed before: stop.
+    4. The budget of the cause is used up. A restart that a machine caused does not count once progress has paid for it: a
+       long job on many machines is not stopped for their number.
     """
+    past = past or Past()
     same_step = [] if charge.ran_seconds >= policy.silent_progress_seconds else _without_progress(ledger, charge)
     if charge.cause == PROGRAM and charge.early:
         return Verdict(allowed=False, reason="the program failed before the first step", exit_code=DO_NOT_REQUEUE)
@@ -60,19 +75,76 @@ def judge(ledger: LedgerRecord, charge: Charge, spec: wire.JobSpec, policy: Poli
     if charge.cause == PROGRAM and charge.fingerprint and twins:
         reason = f"the program failed twice at the same place at step {charge.step}"
         return Verdict(allowed=False, reason=reason, exit_code=DO_NOT_REQUEUE)
-    unexplained = [other for other in same_step if other.cause in (PROGRAM, "unknown")]
+    unexplained = [other for other in same_step if other.cause in BLAMES_PROGRAM]
     limit = policy.no_progress_limit if charge.cause == PROGRAM else policy.no_progress_unknown_limit
-    if charge.cause in (PROGRAM, "unknown") and len(unexplained) + 1 >= limit:
+    chance = _chance(ledger, charge, unexplained, spec, past)
+    if charge.cause in BLAMES_PROGRAM and len(unexplained) + 1 >= limit and chance < policy.no_progress_chance:
         reason = f"{len(unexplained) + 1} failures in a row without a step beyond {charge.step}"
         return Verdict(allowed=False, reason=f"no progress: {reason}", exit_code=DO_NOT_REQUEUE)
-    used = sum(1 for other in counted(ledger, policy, charge.at, charge.cause) if other.incident != charge.incident) + 1
+    known = [other for other in counted(ledger, policy, charge.at, charge.cause) if other.incident != charge.incident]
+    paid = _paid_back(ledger, charge, policy, past) if charge.cause in MACHINE else set[str]()
+    used = sum(1 for other in known if other.incident not in paid) + 1
     most = budget(spec, policy, charge.cause)
     if used > most:
         return Verdict(allowed=False, reason=f"restart {used} of {most} by cause {charge.cause} in {policy.budget_window_seconds:.0f} s")
     delay = 0.0
-    if unexplained and charge.cause in (PROGRAM, "unknown"):
+    if unexplained and charge.cause in BLAMES_PROGRAM:
         delay = min(policy.backoff_most_seconds, policy.backoff_seconds * 2 ** (len(unexplained) - 1))
-    return Verdict(allowed=True, reason=f"restart {used} of {most} by cause {charge.cause}", delay_seconds=delay)
+    earned = f" ({len(known) + 1 - used} more paid back by progress)" if len(known) >= used else ""
+    return Verdict(allowed=True, reason=f"restart {used} of {most} by cause {charge.cause}{earned}", delay_seconds=delay)
+
+
+def _chance(ledger: LedgerRecord, charge: Charge, unexplained: list[Charge], spec: wire.JobSpec, past: Past) -> float:
+    """Probability that failures as many as those behind the first one of the streak come in its time by chance alone, at the
+    rate before it (the posterior mean of rates.failure_rate): at a failure each quarter of an hour and restarts of ten minutes
+    three in a row happen daily."""
+    if past.since is None or not unexplained:
+        return 0.0
+    first = min(other.at for other in unexplained)
+    before = sum(1 for other in ledger.charges if other.at < first and other.incident != charge.incident)
+    rate = posterior_rate(before, max(0.0, first - past.since), spec.checkpoint.prior_failures_per_hour)
+    return poisson_tail(len(unexplained), rate * max(0.0, charge.at - first))
+
+
+GUESSED_PER_SECOND = 1.0 / 86_400.0
+"""One failure a day until something is known."""
+_GUESS_WEIGHT = 0.05
+
+
+def posterior_rate(failures: int, seconds: float, stated_per_hour: float) -> float:
+    """Posterior mean of a failure rate, per second, after so many failures in so many seconds.
+
+    Gamma(a, a / prior) updated to (a + n) / (a / prior + T), the conjugate update of a Poisson rate (Gelman et al., Bayesian
+    Data Analysis, section 2.6). A prior that the user states weighs as one incident, our own guess as a twentieth of one.
+    """
+    weight, prior = (1.0, stated_per_hour / 3600.0) if stated_per_hour > 0 else (_GUESS_WEIGHT, GUESSED_PER_SECOND)
+    return (weight + failures) / (weight / prior + seconds)
+
+
+def poisson_tail(least: int, mean: float) -> float:
+    """P(N >= least) of a Poisson variable, summed from its largest term on, so that small values are exact."""
+    if mean <= 0.0:
+        return 1.0 if least <= 0 else 0.0
+    if least <= mean:
+        return 1.0 - sum(math.exp(number * math.log(mean) - mean - math.lgamma(number + 1)) for number in range(least))
+    term = math.exp(least * math.log(mean) - mean - math.lgamma(least + 1))
+    total, number = 0.0, least
+    while term > total * 1e-12:
+        total += term
+        number += 1
+        term *= mean / number
+    return total
+
+
+def _paid_back(ledger: LedgerRecord, charge: Charge, policy: Policy, past: Past) -> set[str]:
+    """Incidents after which the job made progress for at least `paid_share` of the time to the next one."""
+    charges = [*(other for other in ledger.charges if other.incident != charge.incident), charge]
+    found: set[str] = set()
+    for this, following in itertools.pairwise(charges):
+        useful = (following.step - this.step) * past.step_seconds if past.step_seconds is not None else following.ran_seconds
+        if useful > 0 and useful >= policy.paid_share * (following.at - this.at):
+            found.add(this.incident)
+    return found
 
 
 def _without_progress(ledger: LedgerRecord, charge: Charge) -> list[Charge]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import membership, plan_command, plan_form, plan_hardware, plan_recover, plan_run, symptoms
+from regrow.supervisor.core import membership, plan_command, plan_form, plan_hardware, plan_recover, plan_run, preempt, symptoms
 from regrow.supervisor.core.actions import Decision
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.memo import Memo
@@ -21,16 +21,18 @@ def plan(view: View, policy: Policy, now: float) -> Decision:
         draft.say("not leading")
         return draft.decision()
     plan_hardware.plan(view, policy, now, draft)
+    claims = preempt.claims(view, policy, now)
+    draft.look(claims.look_at)
     for job in sorted(view.jobs.values(), key=lambda job: (-job.spec.priority, job.submitted_at, job.spec.job)):
-        _job(view, job, policy, now, draft)
+        _job(view, job, policy, now, claims, draft)
     _leftovers(view, now, draft)
     _releases(view, draft)
     return draft.decision()
 
 
-def _taken(view: View, job: JobView, draft: Draft) -> frozenset[str]:
-    """Nodes that other jobs hold, or that were just given to them: a job keeps its nodes."""
-    taken: set[str] = set()
+def _taken(view: View, job: JobView, claims: preempt.Claims, draft: Draft) -> frozenset[str]:
+    """Nodes that other jobs hold, or that were just given to them: a job keeps its nodes, but for what preemption claims."""
+    taken: set[str] = set(claims.denied(job.spec.job))
     for other in view.jobs.values():
         if other is not job and other.generation is not None and other.generation.stage != "ended":
             taken |= set(other.generation.members)
@@ -40,22 +42,23 @@ def _taken(view: View, job: JobView, draft: Draft) -> frozenset[str]:
     return frozenset(taken)
 
 
-def _job(view: View, job: JobView, policy: Policy, now: float, draft: Draft) -> None:
+def _job(view: View, job: JobView, policy: Policy, now: float, claims: preempt.Claims, draft: Draft) -> None:
     if job.outcome is not None:
         return
     if job.command != "run":
         plan_command.plan(view, job, policy, now, draft)
         return
     generation = job.generation
+    taken = _taken(view, job, claims, draft)
     if generation is None or generation.stage == "ended":
-        plan_form.form(view, job, policy, now, _taken(view, job, draft), draft)
+        plan_form.form(view, job, policy, now, taken, draft)
         return
     if generation.stage == "recording":
         _recording(view, generation, policy, now, draft)
         return
     findings = symptoms.find(view, job, generation, policy, now)
     if findings.symptoms:
-        plan_recover.recover(view, job, generation, findings, policy, now, _taken(view, job, draft), draft)
+        plan_recover.recover(view, job, generation, findings, policy, now, taken, draft)
         return
     draft.look(findings.look_at)
     draft.say(findings.waiting)
@@ -64,9 +67,9 @@ def _job(view: View, job: JobView, policy: Policy, now: float, draft: Draft) -> 
         draft.act(plan_form.end(job, "done", reason, exit_code=0), because=reason)
         return
     if _unsent.get((generation.members,), None, lambda: any(member.sent_at is None for member in generation.members.values())):
-        _start(view, job, generation, policy, now, draft)
+        _start(view, job, generation, policy, now, taken, draft)
         return
-    plan_run.plan(view, job, generation, policy, now, _taken(view, job, draft), draft)
+    plan_run.plan(view, job, generation, policy, now, taken, claims.of(job.spec.job), draft)
 
 
 def _recording(view: View, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> None:
@@ -75,9 +78,9 @@ def _recording(view: View, generation: GenerationView, policy: Policy, now: floa
     draft.look(due if now < due else None)
 
 
-def _start(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> None:
+def _start(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
     """Send the start to members that do not have it. The TCPStore is the first member's that has an unused one."""
-    if plan_form.overtaken(view, job, generation, policy, now, _taken(view, job, draft), draft):
+    if plan_form.overtaken(view, job, generation, policy, now, taken, draft):
         return
     unsent = [member for member in generation.members.values() if member.sent_at is None]
     master = generation.master_address

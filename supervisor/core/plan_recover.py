@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ledger, observe, plan_form, quarantine, symptoms
+from regrow.supervisor.core import ledger, observe, plan_form, quarantine, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -59,6 +59,11 @@ def _recover(
         waits = "the whole burst" if explained else "an explanation: all that is known are workers that lost a peer"
         draft.say(f"{len(found)} symptoms in generation {generation.number}; {ready - now:.2f} s more for {waits}")
         return
+    burst = _burst(view, generation, found, policy, now)
+    if burst is not None:
+        draft.look(burst[0])
+        draft.say(burst[1])
+        return
     main = diagnose(found)
     if main.kind == "hang" and _collect_stacks(job, generation, policy, now, draft):
         return
@@ -71,8 +76,12 @@ def _recover(
     delay = 0.0
     verdict_text = "not charged"
     if charge is not None:
-        verdict = ledger.judge(job.ledger, charge, job.spec, policy)
+        verdict = ledger.judge(job.ledger, charge, job.spec, policy, rates.past(job))
         verdict_text = verdict.reason
+        if not verdict.allowed and charge.cause in ledger.BLAMES_PROGRAM and now < first + policy.verdict_seconds and _may_be_machine(main):
+            draft.look(first + policy.verdict_seconds)
+            draft.say(f"{verdict.reason}: {first + policy.verdict_seconds - now:.2f} s more for the health of {main.node}")
+            return
         if not verdict.allowed:
             reason = f"{verdict.reason}: {_place(main)}{main.text}"
             draft.act(_fail(job, main, reason, verdict.exit_code, charge), because=reason)
@@ -99,6 +108,23 @@ def _recover(
     plan_form.form(view, job, policy, now, taken, draft, cause)
     if len(draft.actions) > decided:  # first who is not trusted, then who trains: a leader that dies in between forgets neither
         draft.actions[decided:decided] = quarantines
+
+
+def _burst(view: View, generation: GenerationView, found: tuple[Symptom, ...], policy: Policy, now: float) -> tuple[float, str] | None:
+    """(when to decide, why not now): a lost node whose neighbours are late, too, is most likely not alone (a rack, a switch)."""
+    lost = [symptom for symptom in found if symptom.kind == "node_lost"]
+    if not lost:
+        return None
+    late = [
+        until
+        for name in generation.members
+        if (node := view.nodes.get(name)) is not None and node.reachable and (until := node.late_until) is not None and until > now
+    ]
+    until = min(max(late, default=now), min(symptom.at for symptom in lost) + policy.burst_seconds)
+    if until <= now:
+        return None
+    beyond = f"{len(late)} more have not beaten for over half of the silence limit"
+    return until, f"{len(lost)} nodes of generation {generation.number} are lost, {beyond}: {until - now:.2f} s more for the whole burst"
 
 
 def diagnose(found: tuple[Symptom, ...]) -> Symptom:
@@ -175,6 +201,10 @@ _PERMANENT = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundE
 """Errors of the program text: a restart cannot help."""
 
 
+def _may_be_machine(main: Symptom) -> bool:
+    return main.kind == "worker_exit" and bool(main.node) and not main.text.startswith(_PERMANENT)
+
+
 def _certain_to_repeat(job: JobView, generation: GenerationView, main: Symptom, found: tuple[Symptom, ...]) -> bool:
     """A job that is known to report steps failed before its first; or a script that does not fails the same on all its ranks."""
     if main.kind != "worker_exit" or main.cause != ledger.PROGRAM:
@@ -214,10 +244,23 @@ def _exclusions(
 ) -> tuple[frozenset[str], list[a.Action]]:
     """Nodes that the next generation leaves out, and the hardware that is not trusted any more."""
     without = {symptom.node for symptom in found if symptom.kind == "node_lost"}
-    without |= {symptom.node for symptom in found if symptom.kind == "start_failed" and symptom.cause}
+    behind = symptoms.singled_out(view, generation, found)
+    without |= behind
     orders: list[a.Action] = []
     node = view.nodes.get(main.node)
     allowed = not observe.held(view, policy, "quarantine")
+    if (
+        node is not None
+        and main.kind == "start_failed"
+        and main.node in behind
+        and allowed
+        and not quarantine.breaker_open(view, policy, now)
+    ):
+        key = quarantine.key_of(view, node)
+        text = f"{main.text} while others did"
+        return frozenset(without), [
+            a.SetQuarantine(record=quarantine.suspect(view.quarantine.get(key), key=key, node=node, now=now, reason=text, policy=policy))
+        ]
     if node is None or main.kind not in ("sdc", "non_finite", "hang", "worker_exit") or main.rank < 0:
         return frozenset(without), orders
     key = quarantine.key_of(view, node, generation.device_of(main.rank))

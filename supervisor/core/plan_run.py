@@ -6,7 +6,7 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ledger, membership, meshes, observe, plan_form, rates, symptoms
+from regrow.supervisor.core import ledger, membership, meshes, observe, plan_form, preempt, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -17,10 +17,19 @@ _RATE_CHANGE = 0.25
 """Workers are told a new failure rate when it moved by more than this share."""
 
 
-def plan(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
-    """What a healthy generation needs."""
+def plan(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    policy: Policy,
+    now: float,
+    taken: frozenset[str],
+    claimed: dict[str, preempt.Claim],
+    draft: Draft,
+) -> None:
+    """What a healthy generation needs; `claimed`: what it has to give up to another job."""
     _evidence(job, draft)
-    leaving = _permitted(view, job, generation, _to_drain(view, job, generation), policy, now, draft)
+    leaving = _permitted(view, job, generation, _to_drain(view, job, generation, claimed), policy, now, draft)
     hurried = [at for name in leaving if (at := view.nodes[name].leaving_at) is not None and now < at + policy.coalesce_seconds]
     if hurried:
         draft.look(max(hurried) + policy.coalesce_seconds)
@@ -53,9 +62,12 @@ def _evidence(job: JobView, draft: Draft) -> None:
             draft.act(action, because=f"checkpoint of step {step} is verified: all replicas agreed at that step")
 
 
-def _to_drain(view: View, job: JobView, generation: GenerationView) -> dict[str, tuple[str, str]]:
-    """Members that should go: {node: (why, asked | health)}."""
-    result: dict[str, tuple[str, str]] = {}
+_PREEMPTED = "preempted"
+
+
+def _to_drain(view: View, job: JobView, generation: GenerationView, claimed: dict[str, preempt.Claim]) -> dict[str, tuple[str, str]]:
+    """Members that should go: {node: (why, asked | health | preempted)}."""
+    result = {name: (claim.why, _PREEMPTED) for name, claim in claimed.items() if name in generation.members}
     for name, why in membership.blocked(view, job).items():
         if name not in generation.members or not view.nodes[name].reachable or why == "cordoned":
             continue
@@ -100,7 +112,7 @@ def _drain(
     names = tuple(sorted(leaving))
     text = "; ".join(f"{name} {leaving[name][0]}" for name in names)
     boundary = job.boundary
-    forced = any(view.nodes[name].leaving for name in names)
+    forced = any(view.nodes[name].leaving or leaving[name][1] == _PREEMPTED for name in names)
     remaining = membership.eligible(view, job, taken)
     if not forced and membership.may_form(generation.spec.nodes, remaining, job.spec.min_nodes):
         draft.say(f"drain waits: {text}; {len(remaining)} other usable nodes are fewer than the least number {job.spec.min_nodes}")
@@ -126,7 +138,8 @@ def _drain(
         draft.look(boundary.deadline)
         draft.say(f"drain: {text}; the save has {boundary.deadline - now:.1f} s left")
         return
-    _form_without(view, job, generation, names, text, policy, now, taken, draft)
+    preempted = all(kind == _PREEMPTED for _, kind in leaving.values())
+    _form_without(view, job, generation, names, text, policy, now, taken, draft, preempted=preempted)
 
 
 def _form_without(
@@ -139,10 +152,13 @@ def _form_without(
     now: float,
     taken: frozenset[str],
     draft: Draft,
+    *,
+    preempted: bool,
 ) -> None:
     node = view.nodes[names[0]]
     asked = names[0] in view.drains and not node.leaving
     kind, reason = ("leaving", "preemption") if node.leaving else ("drain", "") if asked else ("unhealthy", "infrastructure")
+    kind, reason = (_PREEMPTED, "") if preempted else (kind, reason)
     boundary = job.boundary
     since = boundary.asked_at if boundary is not None else now
     earlier = same_incident(job, names) if kind == "unhealthy" else None
@@ -159,7 +175,7 @@ def _form_without(
     if reason:
         step = max(job.frontier, job.ledger.frontier)
         charge = Charge(at=now, cause=reason, generation=generation.number, incident=seed.id, step=step, text=text[:500])
-        verdict = ledger.judge(job.ledger, charge, job.spec, policy)
+        verdict = ledger.judge(job.ledger, charge, job.spec, policy, rates.past(job))
         if not verdict.allowed:
             draft.act(
                 plan_form.end(job, "failed", verdict.reason, exit_code=verdict.exit_code, cause=reason, node=names[0], charge=charge),

@@ -10,6 +10,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     coalesce_seconds: float = 0.08
     """Symptoms that arrive within this time of the first one are one decision."""
+    burst_seconds: float = 5.0
+    """Nodes that are late when another falls silent are waited for, until so long after the first sign of the burst."""
     victim_seconds: float = 1.5
     """How long to wait for an explanation when all that is known are workers that lost a peer."""
     reconnect_seconds: float = 10.0
@@ -39,10 +41,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hang_floor_seconds: float = 30.0
     """The learned limit of a step without progress is max(floor, hang_factor x median step)."""
     hang_factor: float = 8.0
-    hang_stopped_factor: float = 3.0
-    """The factor when a worker's process is known not to run (SIGSTOP, ptrace, D state): that is evidence by itself."""
     hang_phase_factor: float = 4.0
     """The same for evaluations, saves and restores, of the longest that was seen."""
+    hang_stopped_factor: float = 3.0
+    """The factor when a worker's process is known not to run (SIGSTOP, ptrace, D state): that is evidence by itself."""
     hang_first_step_seconds: float = 120.0
     """Least limit before the first completed step of a generation (compilation, caches)."""
     end_linger_seconds: float = 30.0
@@ -70,6 +72,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Generations in a row that the program failed without a step beyond the frontier: the job stops."""
     no_progress_unknown_limit: int = 6
     """The same for failures of unknown cause, such as signals."""
+    no_progress_chance: float = 1e-6
+    """Such a row stops the job when chance explains it with less than this probability, at the job's own earlier rate."""
     silent_progress_seconds: float = 60.0
     """A script that reports no steps has made progress when it ran this long."""
     unstarted_limit: int = 10
@@ -80,6 +84,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Older charges do not count."""
     infrastructure_factor: int = 10
     """Infrastructure and preemption have this many times the job's max_restarts."""
+    paid_share: float = 0.1
+    """A restart by infrastructure or preemption is paid back when at least this share of the time until the next incident was
+    progress: the budget counts restarts that bring nothing."""
+    verdict_seconds: float = 1.0
+    """Before a job ends as its program's fault, the health of the node has so long to say that it was the machine."""
+    preemption: bool = False
+    """A job that cannot form takes what it needs at least from jobs of lower priority. Off: a job keeps its nodes."""
+    preempt_after_seconds: float = 30.0
+    """It waits so long for nodes that come by themselves."""
     quarantine_seconds: float = 600.0
     """First cool-down; doubles with each strike."""
     quarantine_most_seconds: float = 86_400.0

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import statistics
 
+from regrow.supervisor.core import ledger
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import JobView
 
-_DEFAULT_PRIOR_PER_SECOND = 1.0 / 86_400.0
-"""One failure a day until something is known."""
-_GUESS_WEIGHT = 0.05
 _LEAST_GAPS = 7
 _BURSTY = 3.0
 
@@ -18,12 +16,10 @@ _BURSTY = 3.0
 def failure_rate(job: JobView, now: float, *, more: int = 0) -> float:
     """Posterior mean of the job's failure rate, per second, after n incidents (and `more`) in T seconds.
 
-    Gamma(a, a / prior) updated to (a + n) / (a / prior + T), the conjugate update of a Poisson rate (Gelman et al., Bayesian
-    Data Analysis, section 2.6). A prior that the user states weighs as one incident, our own guess as a twentieth of one.
+    See `ledger.posterior_rate`.
     """
-    stated = job.spec.checkpoint.prior_failures_per_hour / 3600.0
-    weight, prior = (1.0, stated) if stated > 0 else (_GUESS_WEIGHT, _DEFAULT_PRIOR_PER_SECOND)
-    return (weight + len(job.ledger.charges) + more) / (weight / prior + max(0.0, now - job.submitted_at))
+    seconds = max(0.0, now - job.submitted_at)
+    return ledger.posterior_rate(len(job.ledger.charges) + more, seconds, job.spec.checkpoint.prior_failures_per_hour)
 
 
 def over_dispersed(job: JobView) -> float | None:
@@ -70,3 +66,8 @@ def hang_limit(job: JobView, policy: Policy, *, stopped: bool = False) -> float:
 def stopped_limit(job: JobView, policy: Policy) -> float:
     """Seconds without a completed step after which silence of a node is not excused by progress any more."""
     return max(policy.stopped_floor_seconds, policy.stopped_steps * (median_step(job) or 0.0))
+
+
+def past(job: JobView) -> ledger.Past:
+    """What the ledger's rules need to know of a job."""
+    return ledger.Past(since=job.submitted_at, step_seconds=median_step(job))

@@ -107,7 +107,33 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
         if look is not None and found is None:
             looks.append(look[0])
             waiting += [look[1]] if look[1] else []
+    symptoms = _laggards(generation, symptoms)
     return Findings(symptoms=tuple(symptoms), look_at=min(looks) if looks else None, waiting="; ".join(waiting[:3]))
+
+
+_START = ("fenced", "stopped", "started", "rendezvous", "restored")
+
+
+def _laggards(generation: GenerationView, symptoms: list[Symptom]) -> list[Symptom]:
+    """A start that is over its time holds all members up: those are to blame that are behind the others, when some are (case A11)."""
+    late = {symptom.node for symptom in symptoms if _is_late(symptom)}
+    if not late:
+        return symptoms
+    reached = {name: sum(phase in member.phases for phase in _START) for name, member in generation.members.items()}
+    least = min(reached[name] for name in late)
+    behind = {name for name in late if reached[name] == least}
+    return [symptom for symptom in symptoms if not _is_late(symptom) or symptom.node in behind]
+
+
+def _is_late(symptom: Symptom) -> bool:
+    return symptom.kind == "start_failed" and bool(symptom.cause)
+
+
+def singled_out(view: View, generation: GenerationView, symptoms: tuple[Symptom, ...]) -> frozenset[str]:
+    """Members that did not start in time while others did; none when it was all that can be heard."""
+    late = {symptom.node for symptom in symptoms if _is_late(symptom)}
+    there = {name for name in generation.members if (node := view.nodes.get(name)) is not None and node.reachable}
+    return frozenset() if late >= there else frozenset(late)
 
 
 _members: Memo[tuple[Member, ...]] = Memo()

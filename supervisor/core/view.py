@@ -26,6 +26,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     disconnected_at: float | None = None
     silent_since: float | None = None
     """Last beat heard; None while it beats."""
+    late_until: float | None = None
+    """It was late when another node fell silent: at this instant it has beaten, or is silent, too."""
     lease_expired: bool = False
     spare_store: str = ""
     health: wire.HealthVerdict = wire.HealthVerdict()
@@ -96,10 +98,10 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     """The suspect; -1: cannot be told."""
     text: str
-
-
     clean_step: int | None = None
     """Newest step at which the check that found it found nothing, -1: none; None: agreement of digests tells."""
+
+
 class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """A streak of steps with something infinite or NaN."""
 
@@ -110,12 +112,12 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """The one rank whose own gradient was so at first; -1: several, or none that is known."""
     what: str
     num_ranks: int = 0
-
-
     again: bool = False
     """The one rank's work gave it again when it was repeated there."""
     replica: int = -1
     """Several ranks, all of this one replica."""
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """The restore point could not be loaded."""
 
@@ -144,12 +146,12 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     stacks: dict[int, str] = {}
     divergence: Divergence | None = None
     non_finite: NonFinite | None = None
-    wrong_step: str = ""
-    """The first step did not follow the restored one."""
     replay_clean_step: int = -1
     """Newest step of which a repeated micro-step agreed on all ranks."""
     wrong_once: dict[int, int] = {}
     """{rank: checks in which it was wrong in one run and right in the others}."""
+    wrong_step: str = ""
+    """The first step did not follow the restored one."""
     completed_step: int | None = None
     first_step_at: float | None = None
     progress_at: float | None = None
@@ -220,6 +222,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     recovered_at: float | None = None
     """First completed step beyond the frontier."""
     closed: bool = False
+
+    @property
+    def mark(self) -> tuple[str, float, int, bool]:
+        """What has changed when a job's incidents have to be written again."""
+        return self.id, self.symptom_at, self.generation_after, self.closed
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from regrow import wire
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import rates
+from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import Turn, turn
 from regrow.supervisor.core.view import View
@@ -198,7 +198,7 @@ class Leader:
         known = set(self.view.jobs[JOB].checkpoints)
         there = self.world.store.checkpoints
         fresh = [commit for commit in log if commit.record is not None and there.get(commit.step) == commit.record]
-        found: list[e.Event] = [committed(commit.at, commit.record) for commit in fresh if commit.record is not None]
+        found: list[e.Event] = [committed(JOB, commit.record, commit.at) for commit in fresh if commit.record is not None]
         gone = sorted(step for step in known if step not in there)
         return found + [e.CheckpointGone(at=self.world.now, job=JOB, step=step) for step in gone]
 
@@ -227,18 +227,3 @@ class Leader:
                 at=self.world.now, job=JOB, generation=run.number, since=since, limit_seconds=limit, ranks=self.world.life.words(run)
             )
         )
-
-
-def committed(at: float, record: wire.CheckpointRecord) -> e.CheckpointMoved:
-    """What a watch of the store says of a commit."""
-    return e.CheckpointMoved(
-        at=at,
-        job=JOB,
-        generation=record.generation,
-        step=record.step,
-        state="committed",
-        directory=record.directory,
-        record_digest=record.record_digest,
-        evidence=record.evidence,
-        damaged=record.damaged,
-    )

@@ -166,3 +166,19 @@ def test_many_nodes_are_counted_in_linear_time() -> None:
             done += steps.reported(name, made, 0.0)
         assert completed(done) == [step]
     assert time.process_time() - began < 2.0
+
+
+def test_the_first_to_fall_silent_says_who_is_late() -> None:
+    silence = Silence(silence_seconds=2.0, look_seconds=0.1)
+    for node in ("a", "b", "c", "well"):
+        silence.connected(node, 0.0)
+    for tick in range(1, 21):
+        silence.heard("well", tick * 0.1)
+        if tick == 4:
+            silence.heard("b", 0.4)
+        assert (tick == 20) == bool(found := silence.look(tick * 0.1))
+    assert [(event.node, event.late) for event in found] == [("a", ("b",)), ("c", ())]
+    assert found[0].late_until == 0.4 + 2.0 + 0.1
+    silence.heard("well", 2.5)
+    (event,) = silence.look(2.45)
+    assert (event.node, event.late) == ("b", ())
