@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from regrow import wire
+from regrow.agent.buddies import Buddies
 from regrow.agent.cleaning import Cleaner
 from regrow.agent.commits import Committer
 from regrow.agent.config import AgentSettings
@@ -38,7 +39,15 @@ class Checkpoints:
         self._report = report
         self._server = PeerServer(settings.address, settings.peer_port, self._from_peer, tls=settings.tls("server"))
         self._tls = settings.tls("client")
-        self._link = WriterLink(paths.writer_socket, settings.state, settings.node, self._from_writer)
+        self.buddies = Buddies(settings, store, keys, send=self._to_writer)
+        self._link = WriterLink(
+            paths.writer_socket,
+            settings.state,
+            settings.node,
+            self._from_writer,
+            on_connected=self.buddies.connected,
+            on_other=self.buddies.heard,
+        )
         self._spec: wire.GenerationSpec | None = None
         self._client: PeerClient | None = None
         self._committer: Committer | None = None
@@ -52,9 +61,19 @@ class Checkpoints:
         return self._server.address
 
     @property
+    def copies_address(self) -> str:
+        """host:port where writers of other nodes reach this node's; empty: not at all."""
+        port = self.buddies.port
+        host, _, _ = self._server.address.rpartition(":")
+        return f"{host}:{port}" if port else ""
+
+    @property
     def writer_pid(self) -> int:
         """Pid of the checkpoint writer; 0: none."""
         return self._link.pid
+
+    def _to_writer(self, message: msgspec.Struct) -> None:
+        self._link.send(message)
 
     async def start(self, *, preferred_port: int = 0) -> None:
         """Bind the peer port; a restarted agent takes the one that its peers know."""
@@ -69,6 +88,7 @@ class Checkpoints:
         if stop_writer:
             self._link.stop()
             await self._link.reap(6.0)
+        await self.buddies.close()
         await self._end_generation(self._client, self._work)
         await self._server.close()
 
@@ -84,6 +104,7 @@ class Checkpoints:
         self._ending.add(previous)
         previous.add_done_callback(self._ending.discard)
         self._spec, self._client, self._committer, self._work = spec, None, None, None
+        self.buddies.begin(spec, policy)
         if spec.committing_node == self._node:
             cleaner = Cleaner(spec, policy, self._store, self._keys)
             self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle, after_commit=cleaner.clean)

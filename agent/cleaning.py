@@ -44,6 +44,7 @@ class Cleaner:
                 retention.Retention(keep_last=self._policy.keep_last),
                 generation=self._spec.generation,
                 protected=self._protected([found for _, _, found in known]),
+                recycle=True,
             )
             removed = {choice.name for choice in choices if not choice.keep}
             for key, revision, found in known:

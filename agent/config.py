@@ -33,6 +33,8 @@ class AgentSettings:
     """Port for reports of other nodes; 0: any free one."""
     metrics: str = "127.0.0.1:0"
     """Host and port of /metrics. Port 0: any free one, written to <state>/agent-run.json; empty: off."""
+    failure_domain: str = ""
+    """What fails together with this node (rack, power, switch): copies of its checkpoints go to a node in another one."""
     hardware_id: str = ""
     """What quarantine is keyed by without GPU UUIDs; default: the chassis serial, or machine id and state folder."""
     node_ttl_seconds: float = 15.0

@@ -78,6 +78,7 @@ class Agent:
         self.dispatcher = Dispatcher(self)
         self.metrics = AgentMetrics(self)
         self.view = NodeView(self, incarnation=new_incarnation(), hardware_id=hardware_id(settings), boot_id=boot_id())
+        self.checkpoints.buddies.on_change = self.registry.record_changed
         self._busy = False
         self._status: wire.StatusRecord | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -35,6 +35,12 @@ def put_agent(page: Page, node: str, agent: Agent) -> None:
     page.put("regrow_agent_dropped_messages", beat.num_dropped, node)
     page.put("regrow_agent_shim_up", float(agent.launcher.ready is not None), node)
     page.put("regrow_agent_writer_up", float(agent.checkpoints.writer_pid > 0), node)
+    status = agent.checkpoints.buddies.status
+    if status is not None:
+        page.put("regrow_agent_copies_held_bytes", status.copies_held_bytes, node)
+        page.put("regrow_agent_copy_seconds", status.last_copy_seconds or None, node)
+        for outcome, count in (("sent", status.copies_sent), ("failed", status.copies_failed), ("refused_here", status.copies_refused)):
+            page.put("regrow_agent_copies", count, node, outcome)
     page.put("regrow_agent_workers", len(local.live) if local is not None else 0, node)
     page.put("regrow_agent_teardown", float(agent.health.in_teardown()), node)
 

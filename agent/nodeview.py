@@ -167,6 +167,8 @@ class NodeView:
             hardware_id=self._hardware_id,
             capabilities=CAPABILITIES if settings.warm else CAPABILITIES[1:],
             metrics_address=agent.metrics.reachable_at(settings.address),
+            failure_domain=settings.failure_domain,
+            copies_address=agent.checkpoints.copies_address,
         )
 
 

@@ -59,6 +59,7 @@ class Registry:
         self._lease: Lease | None = None
         self._status: wire.StatusRecord | None = None
         self._status_changed = asyncio.Event()
+        self._record_changed = asyncio.Event()
         self.store_up = False
         """Whether the store answered last."""
 
@@ -86,8 +87,9 @@ class Registry:
         pause = _RETRY_SECONDS[0]
         while True:
             try:
+                self._record_changed.clear()
                 made = record()
-                self._lease = await self._store.lease(self._ttl)
+                self._lease = self._lease or await self._store.lease(self._ttl)
                 await self._store.put(self._keys.node(made.node), msgspec.json.encode(made), lease=self._lease)
             except OperationalError as error:
                 self._note(up=False, why=error.what)
@@ -98,9 +100,24 @@ class Registry:
             self._note(up=True, why="registered")
             self._status_changed.set()
             pause = _RETRY_SECONDS[0]
-            await self._lease.lost.wait()
-            _log.warning("lease lost: registering again")
-            await self._drop_lease()
+            if await self._lost_or_changed(self._lease):
+                _log.warning("lease lost: registering again")
+                await self._drop_lease()
+
+    def record_changed(self) -> None:
+        """What the node's key says is out of date: `keep_registered` writes it anew."""
+        self._record_changed.set()
+
+    async def _lost_or_changed(self, lease: Lease) -> bool:
+        """True: the lease is lost. False: the record is to be written anew."""
+        waits = [asyncio.create_task(event.wait()) for event in (lease.lost, self._record_changed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        return lease.lost.is_set()
 
     def set_status(self, status: wire.StatusRecord) -> None:
         """What the node runs has changed; `keep_status` writes it."""

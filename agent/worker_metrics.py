@@ -9,6 +9,7 @@ from regrow.telemetry import Page
 
 _PASSED = {"imported": "import", "restored": "restore"}
 """Words for phases that are over, as phases."""
+_SOURCES = ("memory", "peers", "storage")
 _OUTCOMES = ("snapshot", "skipped", "failed")
 
 
@@ -41,6 +42,9 @@ class WorkerMetrics:
                 phase = _PASSED.get(message.phase, message.phase)
                 if phase in telemetry.WORKER_PHASES:
                     rank.start_seconds[phase] = message.seconds
+                for source in _SOURCES:
+                    if f"bytes_from_{source}" in message.detail:
+                        rank.restored_bytes[source] = int(message.detail[f"bytes_from_{source}"])
 
     def put(self, page: Page, node: str, job: str, generation: int, progress: tuple[wire.RankProgress, ...]) -> None:
         """Samples of the running generation. A script without the library has progress words at most."""
@@ -58,6 +62,8 @@ class WorkerMetrics:
                 page.put("regrow_worker_grad_norm", rank.last.grad_norm, *who)
             for phase, seconds in rank.start_seconds.items():
                 page.put("regrow_worker_start_seconds", seconds, *who, phase)
+            for source, size in rank.restored_bytes.items():
+                page.put("regrow_worker_restored_bytes", size, *who, source)
             page.put("regrow_worker_steps", rank.num_steps, *who)
             page.put("regrow_worker_tokens", rank.num_tokens, *who)
             page.put("regrow_worker_nonfinite", rank.num_nonfinite, *who)
@@ -77,3 +83,4 @@ class _Rank:
         self.stall_seconds = 0.0
         self.saves: dict[str, int] = {}
         self.start_seconds: dict[str, float] = {}
+        self.restored_bytes: dict[str, int] = {}

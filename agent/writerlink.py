@@ -18,7 +18,7 @@ import msgspec
 
 from regrow import wire
 from regrow.agent.peer import Report
-from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController, WriterStatus
+from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController
 from regrow.processes import lifeline_fd
 
 _log = logging.getLogger("regrow.agent.writer")
@@ -29,11 +29,23 @@ _RETRY_SECONDS = 0.05
 class WriterLink:
     """Starts a writer where none serves the socket, stays connected to it, for ever. The writer outlives the agent."""
 
-    def __init__(self, socket_path: Path, state: Path, node: str, on_report: Callable[[Report], None]) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        state: Path,
+        node: str,
+        on_report: Callable[[Report], None],
+        *,
+        on_connected: Callable[[], None] = lambda: None,
+        on_other: Callable[[object], None] = lambda _message: None,
+    ) -> None:
+        """`on_other` gets everything that is not a report."""
         self._path = socket_path
         self._state = state
         self._node = node
         self._on_report = on_report
+        self._on_connected = on_connected
+        self._on_other = on_other
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
@@ -68,6 +80,11 @@ class WriterLink:
         """The step is settled: the writer may forget its report."""
         if self._writer is not None:
             self._writer.write(wire.encode(Acknowledged(job=job, generation=generation, step=step)))
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Say something to the writer; without one it is lost."""
+        if self._writer is not None:
+            self._writer.write(wire.encode(message))
 
     def stop(self) -> None:
         """SIGTERM: it finishes what it is writing, then exits. No other is started."""
@@ -105,11 +122,13 @@ class WriterLink:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(wire.encode(ControllerHello(node=self._node)))
+        self._on_connected()
         while (line := await reader.readline()).endswith(b"\n"):
             message = wire.decode(line, ToController)
-            if isinstance(message, wire.Unknown | WriterStatus):
-                continue
-            self._on_report(message)
+            if isinstance(message, wire.ShardsDurable | wire.ShardsFailed):
+                self._on_report(message)
+            elif not isinstance(message, wire.Unknown):
+                self._on_other(message)
 
 
 def _peer_pid(writer: asyncio.StreamWriter) -> int:

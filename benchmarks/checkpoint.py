@@ -130,7 +130,14 @@ class Rank:
         return Holder({f"t{number:03d}": DTensor.from_local(torch.randn(local), mesh, placements, run_check=False) for number in names})
 
     def state(
-        self, holder: Holder, world: int, *, group: Any = None, restore: RestorePoint | None = None, folder: str = "ours"
+        self,
+        holder: Holder,
+        world: int,
+        *,
+        group: Any = None,
+        restore: RestorePoint | None = None,
+        folder: str = "ours",
+        late_copy: bool = False,
     ) -> TrainState:
         """Our state around a holder; a generation of its own."""
         self.generation += 1
@@ -138,7 +145,12 @@ class Rank:
         spec = GenerationSpec(job=folder, epoch=1, generation=self.generation, mesh=mesh, world_size=world, nodes=("n0",), restore=restore)
         place = Place(spec=spec, rank=self.rank, node="n0", local_ranks=tuple(range(world)), folder=str(self.folder / folder))
         return TrainState.attach(
-            place, writer=str(self.folder / "w.sock"), exchange=exchange.over(group), model=holder, back_pressure="wait"
+            place,
+            writer=str(self.folder / "w.sock"),
+            exchange=exchange.over(group),
+            model=holder,
+            back_pressure="wait",
+            late_copy=late_copy,
         )
 
     def timed(self, name: str, work: Callable[[], object], *, group: Any = None, keep: bool = True) -> float:
@@ -171,8 +183,13 @@ class Rank:
             (self.folder / f"raw-{self.rank}").unlink()
             self._save_dcp(holder, stager, planner, repeat, keep=keep)
             self._save_ours(state, repeat + 1, keep=keep)
-        self.measure_window(holder, state, stager, planner)
+        late = self.state(holder, RANKS, folder="late", late_copy=True)
+        assert late.save(1, 1).outcome == "snapshot"
+        late.join()
+        self._await_record("late", 1)
+        self.measure_window(holder, (state, late), stager, planner)
         state.close()
+        late.close()
 
     def _memcpy(self, base: int, tensors: list[torch.Tensor]) -> None:
         at = base
@@ -227,8 +244,11 @@ class Rank:
         if keep:
             self.samples.setdefault(name, []).append(float(value))
 
-    def measure_window(self, holder: Holder, state: TrainState, stager: CachedStager, planner: DefaultSavePlanner) -> None:
-        """Training time that a save costs over a whole window, not only until the call returns."""
+    def measure_window(
+        self, holder: Holder, states: tuple[TrainState, TrainState], stager: CachedStager, planner: DefaultSavePlanner
+    ) -> None:
+        """Training time that a save costs over a whole window, not only until the call returns. `states`: at once, and late."""
+        state, late = states
         left, right = torch.randn(384, 384), torch.randn(384, 384)
         locals_ = [value.to_local() for value in holder.parameters()]
         steps = 30 if self.options.quick else 60
@@ -238,6 +258,7 @@ class Rank:
             for step in range(steps):
                 for _ in range(6):
                     torch.mm(left, right)
+                late.join()
                 for value in locals_[step % 8 :: 8]:
                     value.add_(1e-6)
                 dist.barrier()
@@ -253,7 +274,11 @@ class Rank:
             again = self.timed("window_plain", lambda: train(2, None))
             ours = self.timed("window_ours", lambda number=number: train(2, lambda: state.save(number, number)))
             self._await_record("ours", number)
+            delayed = self.timed("window_late", lambda number=number: train(2, lambda: late.save(number, number)))
+            self._note_max("late_stall", self.pending.stall_seconds + late.counts.join_seconds, keep=True)
+            self._await_record("late", number)
             base = min(plain, again)
+            self.samples.setdefault("lost_late", []).append(max(1e-4, delayed - base))
             self.samples.setdefault("lost_dcp", []).append(max(1e-4, stock - base))
             self.samples.setdefault("lost_ours", []).append(max(1e-4, ours - base))
         dist.barrier()
@@ -298,6 +323,9 @@ class Rank:
         def by_us() -> None:
             assert self.state(other, world, group=group, restore=ours).restore() == 1
 
+        for folder in (stock, ours.directory) if self.rank == 0 else ():
+            for path in Path(folder).iterdir():
+                path.read_bytes()  # warm: in the page cache, whoever wrote it and how
         for repeat in range(self.options.repeats + 1):
             self.timed(f"dcp_load_{layout}", by_dcp, group=group, keep=repeat > 0)
             self.timed(f"ours_load_{layout}", by_us, group=group, keep=repeat > 0)
@@ -423,6 +451,12 @@ def ratio(samples: dict[str, list[float]], above: str, below: str) -> dict[str, 
     return {"median": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3)}
 
 
+def late_ratio(samples: dict[str, list[float]]) -> dict[str, float]:
+    """Stall of late copies (call and join) over the median of dcp's: they are taken in the window, dcp's on their own."""
+    stock = statistics.median(samples["dcp_stall"])
+    return ratio({"late": samples["late_stall"], "dcp": [stock] * len(samples["late_stall"])}, "late", "dcp")
+
+
 def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The named figures (medians) and their spread."""
     spread = {
@@ -433,6 +467,8 @@ def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str
         "save_speedup_over_dcp": ratio(samples, "dcp_durable", "ours_durable"),
         "load_speedup_over_dcp": ratio(samples, "dcp_load_same", "ours_load_same"),
         "load_cold_over_disk": ratio(samples, "ours_load_cold", "disk_read"),
+        "late_stall_over_best_dcp": late_ratio(samples),
+        "late_lost_time_over_best_dcp": ratio(samples, "lost_late", "lost_dcp"),
         "load_cold_speedup_over_dcp": ratio(samples, "dcp_load_cold", "ours_load_cold"),
     }
     for layout in LAYOUTS[1:]:

@@ -17,6 +17,7 @@ class Arena:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.is_closed = False
+        self._closing = threading.Lock()
         self.handle = os.memfd_create("regrow-arena", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.handle, 0, num_bytes)
@@ -25,10 +26,16 @@ class Arena:
             os.close(self.handle)
             raise
 
+    def share(self) -> int:
+        """A descriptor of its own for a reader, who closes it; -1 when the arena is closed."""
+        with self._closing:
+            return -1 if self.is_closed else os.dup(self.handle)
+
     def close(self) -> None:
         """Give the memory back (once no worker maps it either)."""
-        self.is_closed = True
-        os.close(self.handle)
+        with self._closing:
+            self.is_closed = True
+            os.close(self.handle)
         with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
             self.memory.close()
 
@@ -37,20 +44,30 @@ class Contents:
     """Which files lie in arenas, also in those that nobody uses any more: a restart on the same node reads them from memory."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._arenas: dict[Path, tuple[Arena, int]] = {}
 
     def put(self, path: Path, arena: Arena, num_bytes: int) -> None:
         """An arena is the image of a file that is on storage."""
         self.forget(arena)
-        self._arenas[path] = (arena, num_bytes)
+        with self._lock:
+            self._arenas[path] = (arena, num_bytes)
 
     def forget(self, arena: Arena) -> None:
         """An arena is about to hold something else."""
-        self._arenas = {path: held for path, held in self._arenas.items() if held[0] is not arena and not held[0].is_closed}
+        with self._lock:
+            self._arenas = {path: held for path, held in self._arenas.items() if held[0] is not arena and not held[0].is_closed}
 
     def of(self, directory: Path) -> list[tuple[str, Arena, int]]:
         """(name, arena, bytes) of the files of a directory."""
-        return [(path.name, *held) for path, held in self._arenas.items() if path.parent == directory and not held[0].is_closed]
+        with self._lock:
+            return [(path.name, *held) for path, held in self._arenas.items() if path.parent == directory and not held[0].is_closed]
+
+    def open(self, path: Path) -> int:
+        """A descriptor of the arena that holds a file, -1 when none does. The caller closes it; what it reads may be another file's."""
+        with self._lock:
+            held = self._arenas.get(path)
+        return held[0].share() if held is not None else -1
 
 
 class ArenaPool:
@@ -68,12 +85,10 @@ class ArenaPool:
         Raises:
             OSError: no memory.
         """
+        reused = self.reuse(num_bytes)
+        if reused is not None:
+            return reused
         with self._lock:
-            fitting = [arena for arena in self._free if num_bytes <= arena.num_bytes <= num_bytes * 3 // 2 + _SLACK_BYTES]
-            if fitting:
-                arena = min(fitting, key=lambda one: one.num_bytes)
-                self._free.remove(arena)
-                return arena
             for old in self._free:
                 self.num_arenas -= 1
                 self.total_bytes -= old.num_bytes
@@ -84,6 +99,16 @@ class ArenaPool:
             self.num_arenas += 1
             self.total_bytes += arena.num_bytes
         return arena
+
+    def reuse(self, num_bytes: int) -> Arena | None:
+        """A free arena of about this size, None when there is none."""
+        with self._lock:
+            fitting = [arena for arena in self._free if num_bytes <= arena.num_bytes <= num_bytes * 3 // 2 + _SLACK_BYTES]
+            if not fitting:
+                return None
+            arena = min(fitting, key=lambda one: one.num_bytes)
+            self._free.remove(arena)
+            return arena
 
     def give(self, arena: Arena) -> None:
         """Take an arena back that nobody fills any more."""

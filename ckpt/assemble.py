@@ -14,8 +14,8 @@ from regrow.ckpt.differences import FieldDifference
 from regrow.ckpt.envelope import ITEM_BYTES
 from regrow.ckpt.layout import Box, safetensors_dtype
 from regrow.ckpt.manifest import read_manifests, read_record
-from regrow.ckpt.reading import ShardReader
-from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces, source_of
+from regrow.ckpt.reading import WINDOW_BYTES, ShardReader
+from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces, source_of, split_piece
 
 Progress = Callable[[int, int], None]
 
@@ -57,17 +57,22 @@ class Checkpoint:
             self._read_piece(piece, whole, item)
 
     def _read_piece(self, piece: Piece, whole: np.ndarray[Any, Any], item: int) -> None:
-        part = whole[(*(slice(start, start + size) for start, size in zip(piece.target, piece.sizes, strict=True)), ...)]
         runs = byte_runs(piece, item)
         if len(runs) == 1:
+            part = _part(whole, piece)
             start, end = runs[0]
             buffer = bytearray(end - start)
             self._reader.read_run(piece.file, piece.chunk, start, end, memoryview(buffer))
             part[...] = np.frombuffer(buffer, dtype=f"V{item}").reshape(piece.sizes)
             return
-        data, offset, strides = self._reader.read_strided(piece)
-        flat = np.frombuffer(data, dtype=f"V{item}")[offset:]
-        part[...] = np.lib.stride_tricks.as_strided(flat, piece.sizes, tuple(step * item for step in strides))
+        for one in split_piece(piece, item, WINDOW_BYTES):
+            data, offset, strides = self._reader.read_strided(one)
+            flat = np.frombuffer(data, dtype=f"V{item}")[offset:]
+            _part(whole, one)[...] = np.lib.stride_tricks.as_strided(flat, one.sizes, tuple(step * item for step in strides))
+
+
+def _part(whole: np.ndarray[Any, Any], piece: Piece) -> np.ndarray[Any, Any]:
+    return whole[(*(slice(start, start + size) for start, size in zip(piece.target, piece.sizes, strict=True)), ...)]
 
 
 def export(checkpoint: Checkpoint, target: Path, *, prefix: str = "model.", progress: Progress | None = None) -> int:

@@ -8,7 +8,17 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from regrow import wire
-from regrow.ckpt.protocol import Acknowledged, ControllerHello, QueryStatus, ToController, WriterStatus
+from regrow.ckpt.protocol import (
+    Acknowledged,
+    ControllerHello,
+    CopyTo,
+    Listening,
+    Locate,
+    Located,
+    QueryStatus,
+    ToController,
+    WriterStatus,
+)
 from regrow.errors import OperationalError
 from regrow.wire import ShardsDurable, ShardsFailed
 
@@ -35,7 +45,7 @@ class WriterControl:
         await control._send(ControllerHello(node=node))
         return control
 
-    async def messages(self) -> AsyncIterator[ShardsDurable | ShardsFailed | WriterStatus]:
+    async def messages(self) -> AsyncIterator[ShardsDurable | ShardsFailed | WriterStatus | Listening | Locate]:
         """All messages until the writer is gone."""
         while line := await self._reader.readline():
             message = wire.decode(line, ToController)
@@ -49,6 +59,10 @@ class WriterControl:
     async def query_status(self) -> None:
         """Ask for a WriterStatus, which comes as a message."""
         await self._send(QueryStatus())
+
+    async def tell(self, message: CopyTo | Located) -> None:
+        """Where copies go, and where a node's writer is."""
+        await self._send(message)
 
     async def close(self) -> None:
         """Close the connection. The writer keeps what was not acknowledged."""

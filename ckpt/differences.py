@@ -6,6 +6,7 @@ restore is refused until the user accepts the change by the flag's name.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,9 @@ import msgspec
 from regrow.errors import ConfigurationError
 
 Rule = Literal["may change", "told", "needs a flag"]
+
+ACCEPT_VARIABLE = "REGROW_ACCEPT"
+"""Environment of the workers: fields that are accepted, separated by commas."""
 
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes, not what: the launch's value is taken."""
@@ -103,6 +107,24 @@ def compare_groups(
     return [found[field] for field in sorted(found)]
 
 
+def check_fields(fields: Collection[str]) -> tuple[str, ...]:
+    """Fields that are to be accepted, when each is one that needs it; `optimizer.<key>` may name any setting of an optimizer.
+
+    Raises:
+        ConfigurationError: a field that never needs it, with those that do.
+    """
+    known = sorted(field for field, rule in _RULES.items() if rule == "needs a flag")
+    for field in fields:
+        if rule_of(field) != "needs a flag" or field == "optimizer.":
+            near = difflib.get_close_matches(field, known, 1)
+            raise ConfigurationError(
+                f"{field!r} is not a difference that needs to be accepted",
+                where="--accept",
+                hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}, optimizer.KEY",
+            )
+    return tuple(dict.fromkeys(fields))
+
+
 def refuse(found: Collection[FieldDifference]) -> None:
     """Stop where a change needs a flag that was not given.
 
@@ -112,7 +134,8 @@ def refuse(found: Collection[FieldDifference]) -> None:
     open_ = [one for one in found if one.rule == "needs a flag" and not one.accepted]
     if open_:
         flags = ",".join(one.field for one in open_)
+        words = " ".join(f"--accept {one.field}" for one in open_)
         raise ConfigurationError(
             f"this launch differs from the checkpoint: {'; '.join(map(str, open_))}",
-            hint=f"launch as it was, or accept the change: REGROW_ACCEPT={flags} (or accept= of train_state)",
+            hint=f"launch as it was, or accept the change: `regrow run {words}`, {ACCEPT_VARIABLE}={flags}, or accept= of train_state",
         )

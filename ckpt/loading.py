@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +11,11 @@ import msgspec
 import torch
 
 from regrow.ckpt.flatten import Item
-from regrow.ckpt.reading import ShardReader
-from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces
+from regrow.ckpt.reading import WINDOW_BYTES, ShardReader
+from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces, split_piece
+
+THREADS = 4
+"""Parallel reads of one process: some wait for storage while others check digests."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -24,10 +26,27 @@ class Loaded(msgspec.Struct, frozen=True):
     """From storage."""
     bytes_from_memory: int = 0
     """From arenas of this node."""
+    bytes_from_peers: int = 0
+    """From the memory of other nodes."""
+
+    def sources(self) -> dict[str, int]:
+        """Bytes by where they came from."""
+        return {
+            "bytes_from_memory": self.bytes_from_memory,
+            "bytes_from_peers": self.bytes_from_peers,
+            "bytes_from_storage": self.bytes_read,
+        }
 
 
 def load_items(
-    directory: Path, source: Source, items: Iterable[Item], *, threads: int = 0, memory: Mapping[str, int] | None = None
+    directory: Path,
+    source: Source,
+    items: Iterable[Item],
+    *,
+    threads: int = 0,
+    memory: Mapping[str, int] | None = None,
+    peers: Collection[str] = (),
+    alone: Collection[str] = (),
 ) -> Loaded:
     """Fill every item's live tensor.
 
@@ -35,8 +54,10 @@ def load_items(
         directory: The checkpoint.
         source: Its chunks.
         items: Live tensors and the boxes that they hold; all names must be in the source.
-        threads: Parallel reads; 0 takes as many as there are cores, at most 4.
+        threads: Parallel reads; 0 takes `THREADS`.
         memory: Descriptors of files that are in memory too (`ShardReader`).
+        peers: Names of those that came from other nodes.
+        alone: Names of tensors whose part no other process of this node reads: they need not go through the page cache.
 
     Raises:
         DamagedCheckpointError: missing or altered bytes, with file and tensor.
@@ -49,9 +70,9 @@ def load_items(
             continue
         needed += item.box.nbytes
         work += [(piece, _target(item.local, piece)) for piece in pieces(source, item.box)]
-    reader = ShardReader(directory, source.block_bytes, memory)
-    _load_pieces(reader, work, threads)
-    return Loaded(needed, reader.bytes_read, reader.bytes_from_memory)
+    reader = ShardReader(directory, source.block_bytes, memory, peers=peers)
+    _load_pieces(reader, work, threads, frozenset(alone))
+    return Loaded(needed, reader.bytes_read, reader.bytes_from_memory, reader.bytes_from_peers)
 
 
 def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch.Tensor]], *, threads: int = 0) -> int:
@@ -61,16 +82,16 @@ def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch
     return reader.bytes_read
 
 
-def _load_pieces(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]], threads: int) -> None:
+def _load_pieces(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]], threads: int, alone: frozenset[str] = frozenset()) -> None:
     work = sorted(work, key=lambda one: (one[0].file, one[0].chunk.at))
     try:
         reader.open_files({piece.file for piece, _ in work})
-        count = threads or min(4, os.cpu_count() or 1)
+        count = threads or THREADS
         if count == 1 or len(work) < 2:
-            _load_all(reader, work)
+            _load_all(reader, work, alone)
         else:
             with ThreadPoolExecutor(count, thread_name_prefix="restore") as pool:
-                for done in [pool.submit(_load_all, reader, part) for part in _batches(work, count)]:
+                for done in [pool.submit(_load_all, reader, part, alone) for part in _batches(work, count)]:
                     done.result()
     finally:
         reader.close()
@@ -91,9 +112,9 @@ def _batches(work: list[tuple[Piece, torch.Tensor]], threads: int) -> list[list[
     return batches
 
 
-def _load_all(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]]) -> None:
-    for one in work:
-        _load(reader, *one)
+def _load_all(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]], alone: frozenset[str]) -> None:
+    for piece, target in work:
+        _load(reader, piece, target, alone=piece.chunk.name in alone)
 
 
 def _target(local: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -104,21 +125,22 @@ def _target(local: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _load(reader: ShardReader, piece: Piece, target: torch.Tensor) -> None:
+def _load(reader: ShardReader, piece: Piece, target: torch.Tensor, *, alone: bool) -> None:
     chunk = piece.chunk
     runs = byte_runs(piece, target.element_size())
     if len(runs) == 1:
         start, end = runs[0]
         if target.is_contiguous() and target.device.type == "cpu":
-            reader.read_run(piece.file, chunk, start, end, memory_of(target))
+            reader.read_run(piece.file, chunk, start, end, memory_of(target), alone=alone)
         else:
             buffer = bytearray(end - start)
-            reader.read_run(piece.file, chunk, start, end, memoryview(buffer))
+            reader.read_run(piece.file, chunk, start, end, memoryview(buffer), alone=alone)
             target.copy_(torch.frombuffer(buffer, dtype=target.dtype).view(piece.sizes))
         return
-    data, offset, strides = reader.read_strided(piece)
-    whole = torch.frombuffer(data, dtype=target.dtype)
-    target.copy_(whole.as_strided(piece.sizes, strides, offset))
+    for part in split_piece(msgspec.structs.replace(piece, target=(0,) * len(piece.sizes)), target.element_size(), WINDOW_BYTES):
+        data, offset, strides = reader.read_strided(part)
+        whole = torch.frombuffer(data, dtype=target.dtype)
+        _target(target, part).copy_(whole.as_strided(part.sizes, strides, offset))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -104,6 +104,8 @@ class NodeManifest(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any] = {}
     """Job-wide state and facts as rank 0 told them; empty on other nodes."""
     parent: Parent | None = None
+    buddy: str = ""
+    """Node that was to keep a copy of these files in memory; empty: none."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):

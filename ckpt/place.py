@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
+from regrow.ckpt.protocol import Released
 from regrow.wire import GenerationSpec
+
+log = logging.getLogger("regrow.ckpt.state")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,5 +33,41 @@ class SaveCounts(msgspec.Struct):
     durable: int = 0
     not_durable: int = 0
     stall_seconds: float = 0.0
+    join_seconds: float = 0.0
+    """How long the optimizer had to wait for the copy of the newest late snapshot."""
     write_seconds: float = 0.0
     last_reason: str = ""
+    in_flight: int = 0
+    """Handed over, and not heard of since."""
+
+    def count(self, outcome: str, reason: str, stall_seconds: float) -> None:
+        """A save has returned."""
+        self.stall_seconds = stall_seconds
+        if outcome == "snapshot":
+            self.snapshots += 1
+            return
+        self.last_reason = reason
+        if outcome == "skipped":
+            self.skipped += 1
+        else:
+            self.failed += 1
+        log.warning("save %s reason=%s", outcome, reason)
+
+    def note(self, released: list[Released]) -> None:
+        """Empty the list: an arena came back, and with it what became of its snapshot."""
+        for one in released:
+            self.in_flight = max(0, self.in_flight - 1)
+            if one.outcome == "durable":
+                self.durable += 1
+                self.write_seconds = one.write_seconds
+            else:
+                self.not_durable += 1
+                self.last_reason = one.reason
+                log.warning("save not durable step=%d reason=%s", one.step, one.reason)
+        released.clear()
+
+    def lost(self, why: str) -> None:
+        """The writer is gone with what it had."""
+        log.warning("writer lost snapshots_lost=%d error=%s", self.in_flight, why)
+        self.not_durable += self.in_flight
+        self.in_flight = 0

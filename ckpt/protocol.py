@@ -2,9 +2,9 @@
 
     producer (worker) -> writer     ProducerHello, Prepare, Submit, Skip
     writer -> producer              Ready (with two memfds), Released, Rejected
-    restoring worker -> writer      Borrow; answered by Held (with a memfd) for each file, then HeldAll
-    controller (agent) -> writer    ControllerHello, Acknowledged, QueryStatus
-    writer -> controller            wire.ShardsDurable, wire.ShardsFailed (kept until acknowledged), WriterStatus
+    restoring worker -> writer      Borrow, Gather; answered by Held (with a memfd) for each file, then HeldAll
+    controller (agent) -> writer    ControllerHello, Acknowledged, QueryStatus, CopyTo, Located
+    writer -> controller            wire.ShardsDurable, wire.ShardsFailed (kept until acknowledged), WriterStatus, Listening, Locate
 
 An arena is free from `Ready` on, in use from the producer's `Submit` until the writer's `Released`. The producer fills
 only free arenas, so a lease needs no round trip; the writer takes all back when the producer's connection closes.
@@ -20,6 +20,7 @@ from regrow.ckpt.manifest import Parent, RankPlan
 from regrow.wire import ShardsDurable, ShardsFailed
 
 ARENAS_PER_PRODUCER = 2
+CELL_BYTES = 1 << 20
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -74,6 +75,25 @@ class Borrow(_Message, frozen=True, kw_only=True, tag="borrow"):
     """Absolute."""
 
 
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of which a restoring rank needs parts, and who may have it in memory."""
+
+    name: str
+    size_bytes: int
+    holders: tuple[str, ...]
+    """Nodes: the one that wrote it, and its buddy."""
+    cells: tuple[int, ...]
+    """Numbers of the `CELL_BYTES` that are needed, counted from the start of the file, ascending."""
+
+
+class Gather(_Message, frozen=True, kw_only=True, tag="gather"):
+    """Fetch these parts from the memory of other nodes. Answered as `Borrow` is; what could not be fetched is left out."""
+
+    directory: str
+    """Absolute."""
+    files: tuple[Wanted, ...]
+
+
 class Held(_Message, frozen=True, kw_only=True, tag="held"):
     """A file that an arena held when this was sent; its descriptor comes with this line. An arena may be filled anew at any
     time: whoever reads it verifies what he read."""
@@ -124,6 +144,41 @@ class Acknowledged(_Message, frozen=True, kw_only=True, tag="acknowledged"):
     step: int
 
 
+class CopyTo(_Message, frozen=True, kw_only=True, tag="copy_to"):
+    """Where the arenas of a job are copied from this generation on, and how writers of other nodes are talked to."""
+
+    job: str
+    generation: int
+    node: str
+    """This node."""
+    buddy: str
+    """Node that keeps the copies; empty: none."""
+    host: str
+    """Address to listen on for copies and requests of others."""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+
+
+class Locate(_Message, frozen=True, kw_only=True, tag="locate"):
+    """Where does the writer of this node listen? Answered by `Located`."""
+
+    node: str
+
+
+class Located(_Message, frozen=True, kw_only=True, tag="located"):
+    """host:port of a node's writer; empty when nobody knows."""
+
+    node: str
+    address: str
+
+
+class Listening(_Message, frozen=True, kw_only=True, tag="listening"):
+    """Writers of other nodes reach this one here."""
+
+    port: int
+
+
 class QueryStatus(_Message, frozen=True, kw_only=True, tag="query_status"):
     """Ask for `WriterStatus`."""
 
@@ -141,8 +196,17 @@ class WriterStatus(_Message, frozen=True, kw_only=True, tag="writer_status"):
     saves_durable: int = 0
     saves_failed: int = 0
     last_write_seconds: float = 0.0
+    buddy: str = ""
+    """Node that keeps copies of these arenas; empty: none."""
+    copies_sent: int = 0
+    copies_failed: int = 0
+    last_copy_seconds: float = 0.0
+    copies_held: int = 0
+    """Files of other nodes that are kept here, in `copies_held_bytes` of memory."""
+    copies_held_bytes: int = 0
+    copies_refused: int = 0
 
 
-ToWriter = ProducerHello | Prepare | Submit | Skip | Borrow | ControllerHello | Acknowledged | QueryStatus
+ToWriter = ProducerHello | Prepare | Submit | Skip | Borrow | Gather | ControllerHello | Acknowledged | QueryStatus | CopyTo | Located
 ToProducer = Ready | Released | Rejected | Held | HeldAll
-ToController = ShardsDurable | ShardsFailed | WriterStatus
+ToController = ShardsDurable | ShardsFailed | WriterStatus | Listening | Locate

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import xxhash
 
 from regrow.ckpt.envelope import ITEM_BYTES
+from regrow.ckpt.layout import PAGE_BYTES
 from regrow.ckpt.manifest import Chunk, DamagedCheckpointError
 from regrow.ckpt.reshard import Piece, blocks_of, byte_runs, strides
 
-READ_BYTES = 4 << 20
-"""One read call at most."""
+DIRECT_BYTES = 8 << 20
+"""One read around the page cache at most."""
+WINDOW_BYTES = 16 << 20
+"""What is read of a chunk at once where only some of each row is wanted (`reshard.split_piece`)."""
+
+
+class Scratch(threading.local):
+    """Memory of one thread that is used again and again: fresh pages cost more than the reading."""
+
+    def __init__(self) -> None:
+        self._blocks: mmap.mmap | None = None
+        self._direct: mmap.mmap | None = None
+        self.holds: tuple[int, int, int] = (-1, 0, 0)
+        """What `direct` holds: (descriptor, start, end) in the file."""
+
+    def blocks(self, size: int) -> memoryview:
+        """At least `size` bytes; what was in it before is void."""
+        if self._blocks is None or len(self._blocks) < size:
+            self._blocks = mmap.mmap(-1, size)
+        return memoryview(self._blocks)[:size]
+
+    def direct(self) -> memoryview:
+        """Page-aligned, for reads with O_DIRECT."""
+        if self._direct is None:
+            self._direct = mmap.mmap(-1, DIRECT_BYTES)
+        return memoryview(self._direct)
 
 
 class ShardReader:
-    """Open shard files of one checkpoint. Safe for several threads after `open_files`."""
+    """Open shard files of one checkpoint. Safe for several threads."""
 
-    def __init__(self, directory: Path, block_bytes: int, memory: Mapping[str, int] | None = None) -> None:
+    def __init__(self, directory: Path, block_bytes: int, memory: Mapping[str, int] | None = None, *, peers: Collection[str] = ()) -> None:
         """Nothing is opened yet.
 
         Args:
@@ -28,14 +54,19 @@ class ShardReader:
             block_bytes: Of its digests.
             memory: Descriptors of files that are in memory too, by name. They are read first; where what they hold is not what
                 was committed (an arena that was filled anew), the file is read instead. They stay the caller's.
+            peers: Names of those that came from other nodes.
         """
         self._directory = directory
         self._block_bytes = block_bytes
         self._handles: dict[str, int] = {}
+        self._direct: dict[str, int] = {}
         self._lock = threading.Lock()
         self._memory = dict(memory or {})
+        self._peers = frozenset(peers)
+        self._scratch = Scratch()
         self.bytes_read = 0
         self.bytes_from_memory = 0
+        self.bytes_from_peers = 0
 
     def open_files(self, names: set[str]) -> None:
         """Open what will be read.
@@ -46,47 +77,46 @@ class ShardReader:
         for name in sorted(names - set(self._handles) - set(self._memory)):
             self._handles[name] = self._open(name)
 
-    def _open(self, name: str) -> int:
+    def _open(self, name: str, flags: int = 0) -> int:
         try:
-            return os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | flags)
         except FileNotFoundError as error:
             raise DamagedCheckpointError("is missing", where=str(self._directory / name), hint="use an older checkpoint") from error
 
     def close(self) -> None:
         """Close all files."""
-        for handle in self._handles.values():
-            os.close(handle)
+        for handle in (*self._handles.values(), *self._direct.values()):
+            if handle >= 0:
+                os.close(handle)
         self._handles.clear()
+        self._direct.clear()
 
-    def read_run(self, file: str, chunk: Chunk, start: int, end: int, target: memoryview) -> None:
+    def read_run(self, file: str, chunk: Chunk, start: int, end: int, target: memoryview, *, alone: bool = False) -> None:
         """Fill `target` with bytes start..end of a chunk's data; blocks that lie whole within go there directly.
+
+        `alone`: no other process of this node reads these bytes, so what is not cached may be read around the page cache.
 
         Raises:
             DamagedCheckpointError: a block is not what was committed.
         """
         block = self._block_bytes
-        at = start
-        while at < end:
-            number = at // block
-            block_start, block_end = number * block, min((number + 1) * block, chunk.nbytes)
-            if at == block_start and block_end <= end:
-                last = min(at + READ_BYTES, end)
-                last = chunk.nbytes if last == chunk.nbytes else last - last % block
-                part = target[at - start : last - start]
-                self._fetch(file, chunk, number, part)
-                at = last
+        for number in range(start // block, (end - 1) // block + 1):
+            first, last = number * block, min((number + 1) * block, chunk.nbytes)
+            ahead = end - first if alone else 0
+            if start <= first and last <= end:
+                self._fetch(file, chunk, number, target[first - start : last - start], ahead)
             else:
-                scratch = memoryview(bytearray(block_end - block_start))
-                self._fetch(file, chunk, number, scratch)
-                last = min(block_end, end)
-                target[at - start : last - start] = scratch[at - block_start : last - block_start]
-                at = last
+                scratch = self._scratch.blocks(last - first)
+                self._fetch(file, chunk, number, scratch, ahead)
+                low, high = max(first, start), min(last, end)
+                target[low - start : high - start] = scratch[low - first : high - first]
 
-    def read_strided(self, piece: Piece) -> tuple[bytearray, int, tuple[int, ...]]:
+    def read_strided(self, piece: Piece) -> tuple[memoryview, int, tuple[int, ...]]:
         """The blocks that a piece touches, in a buffer that stands for the chunk's data from some byte on.
 
         Returns:
-            Buffer, offset of the piece's first element in it (elements), strides of the piece (elements).
+            Buffer (this thread's, good until its next read), offset of the piece's first element in it (elements), strides of the
+            piece (elements).
 
         Raises:
             DamagedCheckpointError: a block is not what was committed.
@@ -95,47 +125,53 @@ class ShardReader:
         item = ITEM_BYTES[chunk.dtype]
         numbers = blocks_of(byte_runs(piece, item), block)
         base = numbers[0] * block
-        buffer = bytearray(min((numbers[-1] + 1) * block, chunk.nbytes) - base)
-        view = memoryview(buffer)
-        first = numbers[0]
-        for position, number in enumerate(numbers):
-            following = numbers[position + 1] if position + 1 < len(numbers) else None
-            if following == number + 1 and (number + 1 - first) * block < READ_BYTES:
-                continue
-            start, end = first * block, min((number + 1) * block, chunk.nbytes)
-            part = view[start - base : end - base]
-            self._fetch(piece.file, chunk, first, part)
-            first = following if following is not None else first
+        buffer = self._scratch.blocks(min((numbers[-1] + 1) * block, chunk.nbytes) - base)
+        for number in numbers:
+            start, end = number * block, min((number + 1) * block, chunk.nbytes)
+            self._fetch(piece.file, chunk, number, buffer[start - base : end - base], 0)
         steps = strides(chunk.sizes)
         offset = sum(start * step for start, step in zip(piece.source, steps, strict=True)) - base // item
         return buffer, offset, steps
 
-    def _fetch(self, file: str, chunk: Chunk, first: int, target: memoryview) -> None:
-        """Fill `target` with whole blocks from number `first` on: from memory where that is right, else from storage."""
-        at = chunk.at + first * self._block_bytes
+    def _fetch(self, file: str, chunk: Chunk, number: int, target: memoryview, ahead: int) -> None:
+        """Fill `target` with a block: from memory where that is right, else from storage.
+
+        A block at a time: its digest is taken while it is still in the processor's cache.
+        """
+        at = chunk.at + number * self._block_bytes
         handle = self._memory.get(file)
         if handle is not None:
-            if os.preadv(handle, [target], at) == len(target) and self._wrong_block(chunk, first, target) is None:
+            if os.preadv(handle, [target], at) == len(target) and xxhash.xxh3_128_hexdigest(target) == chunk.blocks[number]:
                 with self._lock:
-                    self.bytes_from_memory += len(target)
+                    if file in self._peers:
+                        self.bytes_from_peers += len(target)
+                    else:
+                        self.bytes_from_memory += len(target)
                 return
             with self._lock:
                 self._memory.pop(file, None)
-                if file not in self._handles:
-                    self._handles[file] = self._open(file)
-        self._fill(file, at, target)
-        number = self._wrong_block(chunk, first, target)
-        if number is not None:
+        self._fill(file, at, target, ahead)
+        if xxhash.xxh3_128_hexdigest(target) != chunk.blocks[number]:
             raise DamagedCheckpointError(
                 f"tensor {chunk.name}: block {number} of the chunk at byte {chunk.at} is not what was committed",
                 where=str(self._directory / file),
                 hint="set this checkpoint aside and use an older one",
             )
 
-    def _fill(self, file: str, at: int, target: memoryview) -> None:
-        done = 0
+    def _handle(self, file: str) -> int:
+        """The file on storage; opened now when another thread has just found that memory holds something else."""
+        with self._lock:
+            if file not in self._handles:
+                self._handles[file] = self._open(file)
+            return self._handles[file]
+
+    def _fill(self, file: str, at: int, target: memoryview, ahead: int) -> None:
+        handle = self._handle(file)
+        done = _cached(handle, target, at) if ahead else 0
+        if ahead and done < len(target):
+            done += self._around_cache(file, at + done, target[done:], ahead - done)
         while done < len(target):
-            count = os.preadv(self._handles[file], [target[done:]], at + done)
+            count = os.preadv(handle, [target[done:]], at + done)
             if count == 0:
                 where = str(self._directory / file)
                 raise DamagedCheckpointError(f"ends at byte {at + done}: truncated", where=where, hint="use an older checkpoint")
@@ -143,10 +179,39 @@ class ShardReader:
         with self._lock:
             self.bytes_read += done
 
-    def _wrong_block(self, chunk: Chunk, first: int, data: memoryview) -> int | None:
-        block = self._block_bytes
-        for index in range(0, len(data), block):
-            number = first + index // block
-            if xxhash.xxh3_128_hexdigest(data[index : index + block]) != chunk.blocks[number]:
-                return number
-        return None
+    def _around_cache(self, file: str, at: int, target: memoryview, ahead: int) -> int:
+        """Copy what this thread has read with O_DIRECT, reading up to `ahead` bytes now if need be; bytes copied, 0: not possible."""
+        handle = self._direct_handle(file)
+        held, start, end = self._scratch.holds
+        if held != handle or not start <= at < end:
+            start = at - at % PAGE_BYTES
+            size = min(DIRECT_BYTES, -(-(at + ahead - start) // PAGE_BYTES) * PAGE_BYTES)
+            self._scratch.holds = (-1, 0, 0)
+            try:
+                count = os.preadv(handle, [self._scratch.direct()[:size]], start) if handle >= 0 else 0
+            except OSError:
+                return 0  # the way through the page cache says what is wrong
+            end = start + count
+            if end <= at:
+                return 0
+            self._scratch.holds = (handle, start, end)
+        part = min(len(target), end - at)
+        target[:part] = self._scratch.direct()[at - start : at - start + part]
+        return part
+
+    def _direct_handle(self, file: str) -> int:
+        with self._lock:
+            if file not in self._direct:
+                try:
+                    self._direct[file] = self._open(file, os.O_DIRECT)
+                except OSError:
+                    self._direct[file] = -1
+            return self._direct[file]
+
+
+def _cached(handle: int, target: memoryview, at: int) -> int:
+    """Bytes that the page cache gave at once."""
+    try:
+        return os.preadv(handle, [target], at, os.RWF_NOWAIT)
+    except OSError:
+        return 0

@@ -77,6 +77,25 @@ def pieces(source: Source, box: Box) -> list[Piece]:
     return found
 
 
+def split_piece(piece: Piece, item_bytes: int, limit_bytes: int) -> list[Piece]:
+    """Cut a piece until each part lies within `limit_bytes` of the chunk's data, or is one element."""
+    steps = strides(piece.chunk.sizes)
+    span = 1 + sum((size - 1) * step for size, step in zip(piece.sizes, steps, strict=True))
+    axis = next((index for index, size in enumerate(piece.sizes) if size > 1), None)
+    if span * item_bytes <= limit_bytes or axis is None:
+        return [piece]
+    count = min(piece.sizes[axis], -(-span * item_bytes // limit_bytes))
+    parts: list[Piece] = []
+    for index in range(count):
+        first, last = piece.sizes[axis] * index // count, piece.sizes[axis] * (index + 1) // count
+        source, target, sizes = list(piece.source), list(piece.target), list(piece.sizes)
+        source[axis] += first
+        target[axis] += first
+        sizes[axis] = last - first
+        parts += split_piece(Piece(piece.file, piece.chunk, tuple(source), tuple(target), tuple(sizes)), item_bytes, limit_bytes)
+    return parts
+
+
 def intersect(file: str, chunk: Chunk, box: Box) -> Piece | None:
     """The common part of a stored chunk and a wanted box."""
     source: list[int] = []

@@ -14,17 +14,18 @@ import torch
 
 from regrow.ckpt import differences, flatten, perrank
 from regrow.ckpt.catalog import set_aside_reason
-from regrow.ckpt.differences import FieldDifference
+from regrow.ckpt.differences import ACCEPT_VARIABLE, FieldDifference
+from regrow.ckpt.envelope import ITEM_BYTES
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.loading import Loaded, load_items
 from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, read_manifests, read_record
-from regrow.ckpt.reshard import Source, compare_names, source_of
+from regrow.ckpt.protocol import CELL_BYTES, Wanted
+from regrow.ckpt.reshard import Source, blocks_of, byte_runs, compare_names, pieces, source_of
 from regrow.ckpt.sinks import Sink
 from regrow.errors import OperationalError
 from regrow.wire import GenerationSpec, RestorePoint
 
 log = logging.getLogger("regrow.ckpt.restore")
-ACCEPT_VARIABLE = "REGROW_ACCEPT"
 VISIBLE_SECONDS = 5.0
 """How long attributes of network file systems are commonly cached, and a little more."""
 _LOOK_SECONDS = 0.05
@@ -101,8 +102,11 @@ def check_names(opened: Opened, names: Collection[str]) -> None:
         )
 
 
-def load(opened: Opened, items: Sequence[Item], sink: Sink) -> Loaded:
-    """Fill the live tensors of this rank, from this node's arenas where they still hold the files, else from storage.
+def load(opened: Opened, items: Sequence[Item], sink: Sink, alone: Collection[str] = ()) -> Loaded:
+    """Fill the live tensors of this rank: from this node's arenas where they still hold the files, else from the memory of other
+    nodes, else from storage.
+
+    `alone`: names of tensors whose part no other process of this node reads.
 
     Raises:
         DamagedCheckpointError: bytes are not what was committed.
@@ -110,19 +114,44 @@ def load(opened: Opened, items: Sequence[Item], sink: Sink) -> Loaded:
     """
     shared = [item for item in items if _is_shared(item.box.name)]
     memory = sink.borrow(opened.directory)
+    wanted = elsewhere(opened, shared, memory)
+    peers = sink.gather(opened.directory, wanted) if wanted else {}
     try:
-        cost = load_items(opened.directory, opened.source, shared, memory=memory)
+        cost = load_items(opened.directory, opened.source, shared, memory=peers | memory, peers=peers.keys() - memory.keys(), alone=alone)
     finally:
-        for handle in memory.values():
+        for handle in (*memory.values(), *peers.values()):
             os.close(handle)
     log.info(
-        "restored step=%d bytes_needed=%d bytes_read=%d bytes_from_memory=%d",
-        opened.record.step,
-        cost.bytes_needed,
-        cost.bytes_read,
-        cost.bytes_from_memory,
+        "restored step=%d bytes_needed=%d bytes_read=%d bytes_from_memory=%d bytes_from_peers=%d",
+        *(opened.record.step, cost.bytes_needed, cost.bytes_read, cost.bytes_from_memory, cost.bytes_from_peers),
     )
     return cost
+
+
+def elsewhere(opened: Opened, items: Sequence[Item], here: Collection[str]) -> list[Wanted]:
+    """Parts of files that this rank needs, that are not in this node's memory, and that another node may have in its memory.
+
+    Args:
+        opened: The checkpoint. Its manifests name the buddies; a job without peer memory has none.
+        items: What is needed.
+        here: Names of files that are in memory here.
+    """
+    holders = {rank.file: (manifest.node, manifest.buddy) for manifest in opened.manifests if manifest.buddy for rank in manifest.ranks}
+    sizes = {rank.file: rank.size_bytes for manifest in opened.manifests for rank in manifest.ranks}
+    cells: dict[str, set[int]] = {}
+    block = opened.source.block_bytes
+    for piece in (piece for item in items if all(item.box.sizes) for piece in pieces(opened.source, item.box)):
+        if piece.file in here or piece.file not in holders:
+            continue
+        found = cells.setdefault(piece.file, set())
+        for number in blocks_of(byte_runs(piece, ITEM_BYTES[piece.chunk.dtype]), block):
+            start = piece.chunk.at + number * block
+            end = piece.chunk.at + min((number + 1) * block, piece.chunk.nbytes)
+            found.update(range(start // CELL_BYTES, (end - 1) // CELL_BYTES + 1))
+    return [
+        Wanted(name=name, size_bytes=sizes[name], holders=holders[name], cells=tuple(sorted(found)))
+        for name, found in sorted(cells.items())
+    ]
 
 
 def _is_shared(name: str) -> bool:

@@ -12,10 +12,9 @@ from pathlib import Path
 import msgspec
 
 from regrow.ckpt.catalog import CatalogEntry, scan
-from regrow.ckpt.manifest import parse_directory
+from regrow.ckpt.manifest import RECORD_NAME, parse_directory
+from regrow.ckpt.recycling import TRASH
 from regrow.errors import OperationalError
-
-_TRASH = ".regrow-trash-"
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,10 +83,14 @@ def _spaced(restorable: list[CatalogEntry], policy: Retention) -> set[str]:
     return kept
 
 
-def prune(path: str | Path, policy: Retention, *, generation: int, protected: Collection[str] = (), dry_run: bool = False) -> list[Choice]:
+def prune(
+    path: str | Path, policy: Retention, *, generation: int, protected: Collection[str] = (), dry_run: bool = False, recycle: bool = False
+) -> list[Choice]:
     """Apply the policy to a folder. Call it after a publication, from the one owner. A missing folder is fine.
 
     A directory leaves in one rename before its content goes, so no reader ever sees half a checkpoint.
+
+    `recycle`: the tensor data stays in the trash until the next call, for writers that run (`regrow.ckpt.recycling`).
 
     Raises:
         OperationalError: the folder cannot be listed, or a directory cannot be removed.
@@ -99,24 +102,28 @@ def prune(path: str | Path, policy: Retention, *, generation: int, protected: Co
     _empty_trash(folder)
     for choice in choices:
         if not choice.keep:
-            _remove(folder, choice.name)
+            _remove(folder, choice.name, recycle=recycle)
     return choices
 
 
-def _remove(folder: Path, name: str) -> None:
-    trash = folder / f"{_TRASH}{name}-{uuid.uuid4().hex[:8]}"
+def _remove(folder: Path, name: str, *, recycle: bool) -> None:
+    trash = folder / f"{TRASH}{name}-{uuid.uuid4().hex[:8]}"
     try:
         (folder / name).rename(trash)
     except FileNotFoundError:
         return
     except OSError as error:
         raise OperationalError(f"cannot be removed: {error.strerror}", where=str(folder / name), hint="check permissions") from error
-    shutil.rmtree(trash, ignore_errors=True)
+    if recycle:
+        with contextlib.suppress(OSError):
+            (trash / RECORD_NAME).unlink(missing_ok=True)
+    else:
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def _empty_trash(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as items:
         for item in items:
-            inner = item.name.removeprefix(_TRASH).rpartition("-")[0]
-            if item.name.startswith(_TRASH) and parse_directory(inner):
+            inner = item.name.removeprefix(TRASH).rpartition("-")[0]
+            if item.name.startswith(TRASH) and parse_directory(inner):
                 shutil.rmtree(item.path, ignore_errors=True)

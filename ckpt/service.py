@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -13,18 +14,23 @@ from pathlib import Path
 import msgspec
 
 from regrow import wire
-from regrow.ckpt import faults
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.channel import ServerChannel
-from regrow.ckpt.commit import publish
-from regrow.ckpt.manifest import NodeManifest, RankManifest, RankPlan, digest, encode, manifest_name, shard_name
+from regrow.ckpt.manifest import RankManifest, RankPlan, shard_name
+from regrow.ckpt.nodeshards import store_manifest
+from regrow.ckpt.peers import Peers
 from regrow.ckpt.protocol import (
     ARENAS_PER_PRODUCER,
     Acknowledged,
     Borrow,
     ControllerHello,
+    CopyTo,
+    Gather,
     Held,
     HeldAll,
+    Listening,
+    Locate,
+    Located,
     Prepare,
     ProducerHello,
     QueryStatus,
@@ -36,14 +42,17 @@ from regrow.ckpt.protocol import (
     ToWriter,
     WriterStatus,
 )
+from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.saves import Key, Save, Saves
 from regrow.ckpt.storing import make_directory, remove_own, store_shard
 from regrow.ids import Token
-from regrow.wire import ShardFile, ShardsDurable, ShardsFailed
+from regrow.wire import ShardsDurable, ShardsFailed
 
 MAX_UNACKNOWLEDGED = 64
 CHECKSUM_THREADS = 4
 STORE_THREADS = 16
+GATE_SECONDS = 0.5
+"""Writing of a step begins when all ranks of the node have made their snapshots, or so long after the first."""
 log = logging.getLogger("regrow.ckpt.writer")
 
 
@@ -74,6 +83,7 @@ class Writer:
         self._threads = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
         self._pool = ArenaPool()
         self._contents = Contents()
+        self._recycler = Recycler()
         self._saves = Saves()
         self._tokens: dict[str, Token] = {}
         self._producers: set[Producer] = set()
@@ -82,10 +92,17 @@ class Writer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._counts = {"durable": 0, "failed": 0}
         self._last_write_seconds = 0.0
+        self._bytes_per_second = 0.0
+        self._gates: dict[Key, asyncio.Event] = {}
+        self._peers = Peers(
+            self._pool, self._contents, threads=self._storing, checksums=self._threads, newest=self._tokens.get, ask=self._ask_agent
+        )
 
     async def serve(self, channel: ServerChannel) -> None:
         """Talk with one client until it is gone."""
         producer: Producer | None = None
+        gathered: list[str] = []
+        lent: list[int] = []
         try:
             async for line in channel.lines():
                 message = wire.decode(line, ToWriter)
@@ -95,7 +112,10 @@ class Writer:
                     if producer is not None:
                         await self._from_producer(producer, message)
                 elif isinstance(message, Borrow):
-                    self._lend(channel, message)
+                    lent += self._lend(channel, message)
+                elif isinstance(message, Gather):
+                    gathered.append(message.directory)
+                    await self._gather(channel, message)
                 else:
                     self._from_controller(channel, message)
         except msgspec.MsgspecError as error:
@@ -105,11 +125,24 @@ class Writer:
             if producer is not None:
                 self._lose(producer)
             await channel.close()
+            for handle in lent:
+                os.close(handle)
+            for directory in gathered:
+                self._peers.leave(directory)
 
-    def _lend(self, channel: ServerChannel, message: Borrow) -> None:
-        for name, arena, size in self._contents.of(Path(message.directory)):
-            channel.send(Held(name=name, size_bytes=size), [arena.handle])
+    async def _gather(self, channel: ServerChannel, message: Gather) -> None:
+        for name, image in await self._peers.gather(message, storage_bytes_per_second=self._bytes_per_second):
+            channel.send(Held(name=name, size_bytes=image.size_bytes), [image.handle])
         channel.send(HeldAll())
+
+    def _lend(self, channel: ServerChannel, message: Borrow) -> list[int]:
+        """Returns the descriptors that are to be closed with the channel."""
+        shared = [(name, size, arena.share()) for name, arena, size in self._contents.of(Path(message.directory))]
+        lent = [(name, size, handle) for name, size, handle in shared if handle >= 0]
+        for name, size, handle in lent:
+            channel.send(Held(name=name, size_bytes=size), [handle])
+        channel.send(HeldAll())
+        return [handle for _, _, handle in lent]
 
     async def drain(self) -> None:
         """Wait until no write is in progress."""
@@ -186,38 +219,47 @@ class Writer:
         lease.busy = True
         self._contents.forget(lease.arena)
         save = self._saves.submit(producer.hello, message, time.monotonic())
-        self._start(self._store(producer, message, lease, save, key))
+        gate = self._gates.setdefault(key, asyncio.Event())
+        if save.failure or save.submitted >= set(save.hello.local_ranks):
+            gate.set()
+        self._start(self._store(producer, message, lease, save, key, gate))
 
-    async def _store(self, producer: Producer, message: Submit, lease: Lease, save: Save, key: Key) -> None:
+    async def _store(self, producer: Producer, message: Submit, lease: Lease, save: Save, key: Key, gate: asyncio.Event) -> None:
         started = time.monotonic()
+        with contextlib.suppress(TimeoutError):  # ranks that still copy need the memory bandwidth more than storage does
+            await asyncio.wait_for(gate.wait(), GATE_SECONDS)
         result: RankManifest | str = save.failure
         if not result and producer.plan is not None:
             task = (producer.hello, message, lease.arena, producer.plan)
             result = await asyncio.get_running_loop().run_in_executor(self._storing, self._store_file, *task)
         self._saves.wrote(save, producer.hello.rank, result)
+        reason, seconds = result if isinstance(result, str) else "", time.monotonic() - started
+        self._start(self._finish(key))
         if isinstance(result, RankManifest):
             self._contents.put(Path(save.hello.folder) / save.directory / result.file, lease.arena, result.size_bytes)
+            self._bytes_per_second = result.size_bytes / max(1e-6, seconds)
+            if self._peers.buddy(producer.hello.job):
+                await self._peers.copy(producer.hello, message, lease.arena, result, write_seconds=seconds)
+                self._tell_status()
         lease.busy = False
         if lease.abandoned:
             self._pool.give(lease.arena)
-        reason = result if isinstance(result, str) else ""
         producer.channel.send(
             Released(
                 arena=message.arena,
                 step=message.step,
                 outcome="failed" if reason else "durable",
                 reason=reason,
-                write_seconds=time.monotonic() - started,
+                write_seconds=seconds,
             )
         )
-        await self._finish(key)
 
     def _store_file(self, hello: ProducerHello, message: Submit, arena: Arena, plan: RankPlan) -> RankManifest | str:
         try:
             directory = make_directory(Path(hello.folder), message.directory)
             image = memoryview(arena.memory)
             path = directory / shard_name(hello.rank)
-            return store_shard(path, image, plan, rank=hello.rank, private=message.private, threads=self._threads)
+            return store_shard(path, image, plan, rank=hello.rank, private=message.private, threads=self._threads, recycler=self._recycler)
         except OSError as error:
             log.warning("shard failed rank=%d step=%d error=%s", hello.rank, message.step, error)
             return f"rank {hello.rank}: {error.strerror or error} ({error.filename or hello.folder})"
@@ -237,67 +279,32 @@ class Writer:
         if verdict == "complete" and not save.reported:
             save.reported = True
             loop = asyncio.get_running_loop()
-            report = await loop.run_in_executor(self._threads, self._store_manifest, key, save)
+            report = await loop.run_in_executor(self._threads, store_manifest, key, save, self._peers.buddy(save.hello.job))
             if isinstance(report, str):
                 save.failure, save.reported = report, False
                 verdict = "failed"
             else:
                 self._counts["durable"] += 1
                 self._last_write_seconds = report.write_seconds
-                self._saves.forget(key)
+                self._forget(key)
                 self._report(key, report)
                 for older in self._saves.supersede(key):
                     self._start(self._finish(older))
                 return
         if verdict == "failed":
             save.reported = True
+            self._gates.setdefault(key, asyncio.Event()).set()
             self._counts["failed"] += 1
             self._report(key, self._saves.failed_report(key, save))
         if self._saves.is_over(key):
-            self._saves.forget(key)
+            self._forget(key)
             names = [shard_name(rank) for rank in save.written]
             if save.directory:
                 await asyncio.get_running_loop().run_in_executor(self._threads, remove_own, Path(save.hello.folder) / save.directory, names)
 
-    def _store_manifest(self, key: Key, save: Save) -> ShardsDurable | str:
-        hello = save.hello
-        ranks = tuple(save.written[rank] for rank in sorted(save.written))
-        manifest = NodeManifest(
-            job=hello.job,
-            epoch=hello.epoch,
-            generation=hello.generation,
-            step=key[2],
-            samples=save.samples,
-            node=hello.node,
-            world_size=hello.world_size,
-            ranks=ranks,
-            facts=save.facts,
-            parent=save.parent,
-        )
-        data = encode(manifest)
-        name = manifest_name(hello.node)
-        directory = Path(hello.folder) / save.directory
-        try:
-            publish(directory, name, data)
-        except OSError as error:
-            return f"manifest: {error.strerror or error}"
-        faults.point("node.durable")
-        return ShardsDurable(
-            job=hello.job,
-            epoch=hello.epoch,
-            generation=hello.generation,
-            step=key[2],
-            node=hello.node,
-            directory=str(directory),
-            ranks=tuple(rank.rank for rank in ranks),
-            world_size=hello.world_size,
-            samples=save.samples,
-            files=tuple(ShardFile(rank=rank.rank, name=rank.file, size_bytes=rank.size_bytes, digest=rank.digest) for rank in ranks),
-            manifest=name,
-            manifest_digest=digest(data),
-            write_seconds=time.monotonic() - save.started_at,
-            num_bytes=sum(rank.size_bytes for rank in ranks),
-        )
+    def _forget(self, key: Key) -> None:
+        self._saves.forget(key)
+        self._gates.pop(key, None)
 
     def _report(self, key: Key, report: ShardsDurable | ShardsFailed) -> None:
         self._reports[key] = report
@@ -315,17 +322,41 @@ class Writer:
                 channel.send(report)
         elif isinstance(message, Acknowledged):
             self._reports.pop((message.job, message.generation, message.step), None)
+        elif isinstance(message, CopyTo):
+            self._peers.order(message)
+            if self._peers.port:
+                channel.send(Listening(port=self._peers.port))
+        elif isinstance(message, Located):
+            self._peers.located(message)
         elif isinstance(message, QueryStatus):
-            channel.send(
-                WriterStatus(
-                    pid=os.getpid(),
-                    producers=len(self._producers),
-                    arenas=self._pool.num_arenas,
-                    arena_bytes=self._pool.total_bytes,
-                    writing=self._saves.writing_steps,
-                    unacknowledged=tuple(key[2] for key in self._reports),
-                    saves_durable=self._counts["durable"],
-                    saves_failed=self._counts["failed"],
-                    last_write_seconds=self._last_write_seconds,
-                )
-            )
+            channel.send(self._status())
+
+    def _ask_agent(self, question: Locate) -> bool:
+        for controller in self._controllers:
+            controller.send(question)
+        return bool(self._controllers)
+
+    def _tell_status(self) -> None:
+        for controller in self._controllers:
+            controller.send(self._status())
+
+    def _status(self) -> WriterStatus:
+        held = self._peers.copies.status()
+        return WriterStatus(
+            pid=os.getpid(),
+            producers=len(self._producers),
+            arenas=self._pool.num_arenas,
+            arena_bytes=self._pool.total_bytes,
+            writing=self._saves.writing_steps,
+            unacknowledged=tuple(key[2] for key in self._reports),
+            saves_durable=self._counts["durable"],
+            saves_failed=self._counts["failed"],
+            last_write_seconds=self._last_write_seconds,
+            buddy=self._peers.current_buddy,
+            copies_sent=self._peers.num_sent,
+            copies_failed=self._peers.num_failed,
+            last_copy_seconds=self._peers.last_copy_seconds,
+            copies_held=held.num_files,
+            copies_held_bytes=held.num_bytes,
+            copies_refused=held.num_refused,
+        )

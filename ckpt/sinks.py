@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,7 +15,22 @@ from regrow import wire
 from regrow.ckpt.channel import WorkerChannel
 from regrow.ckpt.commit import Collector, publish, write_record
 from regrow.ckpt.manifest import NodeManifest, RankPlan, digest, encode, manifest_name, shard_name
-from regrow.ckpt.protocol import Borrow, Held, HeldAll, Prepare, ProducerHello, Ready, Rejected, Released, Skip, Submit, ToProducer
+from regrow.ckpt.protocol import (
+    CELL_BYTES,
+    Borrow,
+    Gather,
+    Held,
+    HeldAll,
+    Prepare,
+    ProducerHello,
+    Ready,
+    Rejected,
+    Released,
+    Skip,
+    Submit,
+    ToProducer,
+    Wanted,
+)
 from regrow.ckpt.storing import make_directory, store_shard
 from regrow.errors import FencedError, OperationalError
 from regrow.wire import GenerationSpec, ShardFile, ShardsDurable
@@ -22,6 +38,9 @@ from regrow.wire import GenerationSpec, ShardFile, ShardsDurable
 log = logging.getLogger("regrow.ckpt.sinks")
 BORROW_SECONDS = 5.0
 """A writer that does not say what it holds within this is stuck: storage is read instead."""
+GATHER_SECONDS = 10.0
+GATHER_BYTES_PER_SECOND = 100e6
+"""Parts from other nodes that are not here within these seconds, and one for each so many bytes, are read from storage."""
 PREPARE_SECONDS = 15.0
 """A writer that gives no arenas within this and two seconds for each GB is stuck."""
 
@@ -52,12 +71,20 @@ class Sink(Protocol):
         """The arena holds a complete snapshot."""
         ...
 
+    def reserve(self, arena: int) -> None:
+        """The arena is being filled: `take` does not give it out until it was submitted and written."""
+        ...
+
     def skip(self, step: int, reason: str) -> None:
         """This rank takes no part in the save of a step."""
         ...
 
     def borrow(self, directory: Path) -> dict[str, int]:
         """Descriptors of files of a checkpoint that are in memory here, by name; the caller closes them. Never raises."""
+        ...
+
+    def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:
+        """As `borrow`, of parts of files that other nodes have in memory. What nobody gave is left out."""
         ...
 
     def close(self) -> None:
@@ -154,20 +181,33 @@ class WriterSink:
         self._connected().send(message)
         self._free.discard(message.arena)
 
+    def reserve(self, arena: int) -> None:
+        """Not free any more."""
+        self._free.discard(arena)
+
     def skip(self, step: int, reason: str) -> None:
         """Tell the writer that a step is void."""
         self._connected().send(Skip(step=step, reason=reason))
 
     def borrow(self, directory: Path) -> dict[str, int]:
         """Files of a checkpoint that this node's writer still has in arenas."""
+        return self._ask(Borrow(directory=str(directory.absolute())), BORROW_SECONDS)
+
+    def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:
+        """Parts of files that this node's writer got from those of other nodes."""
+        wanted = sum(len(one.cells) for one in files) * CELL_BYTES
+        limit = GATHER_SECONDS + wanted / GATHER_BYTES_PER_SECOND
+        return self._ask(Gather(directory=str(directory.absolute()), files=tuple(files)), limit)
+
+    def _ask(self, question: Borrow | Gather, limit_seconds: float) -> dict[str, int]:
         found: dict[str, int] = {}
         try:
             channel = WorkerChannel(self._path, timeout_seconds=BORROW_SECONDS)
         except OperationalError:
             return found
         try:
-            channel.send(Borrow(directory=str(directory.absolute())))
-            deadline = time.monotonic() + BORROW_SECONDS
+            channel.send(question)
+            deadline = time.monotonic() + limit_seconds
             while lines := channel.wait(deadline):
                 for line in lines:
                     message = wire.decode(line, ToProducer)
@@ -176,7 +216,7 @@ class WriterSink:
                     elif isinstance(message, HeldAll):
                         return found
         except OperationalError as error:
-            log.info("nothing borrowed from the writer: %s", error.what)
+            log.info("nothing from the writer: %s", error.what)
         finally:
             channel.close()
         return found
@@ -252,11 +292,18 @@ class DirectSink:
         seconds = time.monotonic() - started
         self.released.append(Released(arena=0, step=message.step, outcome=outcome, reason=reason, write_seconds=seconds))
 
+    def reserve(self, arena: int) -> None:
+        """There is one, and whoever saves waits for it."""
+
     def skip(self, step: int, reason: str) -> None:
         """Nothing to tell anybody."""
 
     def borrow(self, directory: Path) -> dict[str, int]:  # noqa: ARG002
         """Nothing outlives this process."""
+        return {}
+
+    def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:  # noqa: ARG002
+        """There are no other nodes."""
         return {}
 
     def close(self) -> None:

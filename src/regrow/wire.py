@@ -69,6 +69,8 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
     prior_failures_per_hour: float = 0.0
     fresh_start: bool = False
     """True: starting at step 0 although checkpoints were expected is what the user wants."""
+    peer_memory: bool = False
+    """Each node's snapshots are copied into the memory of another node as well."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,14 +105,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that the shim imports besides torch."""
     hang_seconds: float = 0.0
     """A fixed limit for a step without progress. 0: learned from history."""
-    in_place: bool = False
-    """Surviving workers keep their processes over a change of generation, where the script runs under `regrow.in_place`."""
-    priority: int = 0
-
     hang_phase_seconds: dict[str, float] = {}
     """Fixed limits of phases that are no steps: eval, save, restore. Others are learned."""
     hang_idle_seconds: float = 0.0
     """A script that reports no progress is hung when none of its ranks used CPU time for so long. 0: never said."""
+    in_place: bool = False
+    """Surviving workers keep their processes over a change of generation, where the script runs under `regrow.in_place`."""
+    priority: int = 0
+
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One worker's progress word as its agent reads it from shared memory."""
@@ -302,6 +304,8 @@ class WorkerWatch(_Message, frozen=True, kw_only=True, tag="worker_watch"):
     generation: int
     rank: int
     pid: int
+    changing: bool = False
+    """It has come out of its last step and is on its way into this generation; not there yet."""
 
 
 FromWorker = WorkerHello | WorkerPhase | StepReport | SaveReport | RestoreFailed | WorkerWatch
@@ -431,8 +435,12 @@ class Beat(_Message, frozen=True, kw_only=True, tag="beat"):
     """Memory in use on the node's fullest GPU, as a share; 0: not known."""
 
 
+IN_PLACE_PHASE = "in_place"
+"""The phase that says that all workers of a node can change their generation in place."""
+
+
 class GenerationPhase(_Message, frozen=True, kw_only=True, tag="generation_phase"):
-    """All workers of this node passed a phase: fenced, stopped, started, rendezvous, restored, first_step, finished."""
+    """All workers of this node passed a phase: fenced, stopped, started, in_place, rendezvous, restored, first_step, finished."""
 
     job: str
     generation: int
@@ -670,6 +678,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
     metrics_address: str = ""
     """host:port of the agent's /metrics as peers can reach it; empty: it serves none."""
+    failure_domain: str = ""
+    """What fails together with this node: rack, power, switch; empty: not known."""
+    copies_address: str = ""
+    """host:port where writers of other nodes reach this node's checkpoint writer; empty: not at all."""
     version: int = PROTOCOL_VERSION
 
 

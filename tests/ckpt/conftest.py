@@ -22,6 +22,7 @@ import pytest_asyncio
 from regrow.ckpt import catalog
 from regrow.ckpt.client import WriterControl
 from regrow.ckpt.commit import Collected, Collector, write_record
+from regrow.ckpt.retention import Retention, prune
 from regrow.ids import MeshShape
 from regrow.wire import GenerationSpec, RestorePoint, ShardsDurable, ShardsFailed
 
@@ -66,8 +67,11 @@ class WriterProcess:
 class Committer:
     """The committing agent's half: hears all writers, collects, writes records."""
 
-    def __init__(self, spec: GenerationSpec) -> None:
+    def __init__(self, spec: GenerationSpec, keep: int = 0) -> None:
+        """With `keep`, older checkpoints go after each commit and their files are recycled."""
         self.collector = Collector(spec)
+        self._keep = keep
+        self._generation = spec.generation
         self.outcomes: defaultdict[str, asyncio.Queue[Collected]] = defaultdict(asyncio.Queue)
         self.messages: list[ShardsDurable | ShardsFailed] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -86,6 +90,10 @@ class Committer:
                 outcome = self.collector.add(message)
                 if outcome.pending is not None:
                     await asyncio.to_thread(write_record, outcome.pending, written_at=time.time())
+                    if self._keep:
+                        folder = Path(outcome.pending.directory).parent
+                        policy = Retention(keep_last=self._keep)
+                        await asyncio.to_thread(prune, folder, policy, generation=self._generation, recycle=True)
                 await control.acknowledge(message)
                 self.outcomes[outcome.kind].put_nowait(outcome)
 
@@ -224,8 +232,8 @@ async def make_committer() -> AsyncIterator[Any]:
     """Makes committing agents, one a generation."""
     made: list[Committer] = []
 
-    async def make(spec: GenerationSpec, writers: list[WriterProcess]) -> Committer:
-        committer = Committer(spec)
+    async def make(spec: GenerationSpec, writers: list[WriterProcess], keep: int = 0) -> Committer:
+        committer = Committer(spec, keep)
         await committer.connect(writers)
         made.append(committer)
         return committer

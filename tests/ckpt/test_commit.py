@@ -266,10 +266,10 @@ def test_the_newest_restorable_is_never_removed(tmp_path):
 def test_an_interrupted_removal_is_finished_later(tmp_path):
     directory = simple(tmp_path, 1)
     simple(tmp_path, 2)
-    directory.rename(tmp_path / f"{retention._TRASH}{directory.name}-0badcafe")
-    (tmp_path / f"{retention._TRASH}mine").mkdir()
+    directory.rename(tmp_path / f"{retention.TRASH}{directory.name}-0badcafe")
+    (tmp_path / f"{retention.TRASH}mine").mkdir()
     prune(tmp_path, Retention(), generation=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000000000002-g1-abc", f"{retention._TRASH}mine"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000000000002-g1-abc", f"{retention.TRASH}mine"}
 
 
 def test_the_record_certifies_itself(tmp_path):

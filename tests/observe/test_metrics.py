@@ -312,7 +312,7 @@ def test_series_of_workers_are_those_of_the_running_generation() -> None:
     for step in (6, 7):
         workers.said(wire.StepReport(generation=2, rank=4, step=step, step_seconds=0.5, tokens=100, loss=1.5, nonfinite="loss"))
     workers.said(wire.SaveReport(generation=2, rank=4, step=7, outcome="snapshot", stall_seconds=0.25))
-    workers.said(wire.WorkerPhase(generation=2, rank=4, phase="restored", seconds=3.0))
+    workers.said(wire.WorkerPhase(generation=2, rank=4, phase="restored", seconds=3.0, detail={"bytes_from_peers": 70, "directory": "d"}))
     workers.said(wire.StepReport(generation=1, rank=0, step=3))
     found = shown(2)
     who = 'job_name="gpt",node="n0",rank="4"'
@@ -322,6 +322,7 @@ def test_series_of_workers_are_those_of_the_running_generation() -> None:
     assert found[f"regrow_worker_nonfinite_total{{{who}}}"] == 2
     assert found[f'regrow_worker_start_seconds{{{who},phase="restore"}}'] == 3.0
     assert found[f'regrow_worker_phase{{{who},phase="step"}}'] == 1
+    assert found[f'regrow_worker_restored_bytes{{{who},source="peers"}}'] == 70
     assert not [name for name in found if 'rank="0"' in name]
     workers.said(wire.StepReport(generation=3, rank=0, step=8))
     assert [name for name in shown(3) if "steps_total" in name] == ['regrow_worker_steps_total{job_name="gpt",node="n0",rank="0"}']

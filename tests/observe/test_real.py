@@ -34,7 +34,9 @@ def specification(root: Path) -> wire.JobSpec:
         min_nodes=1,
         max_nodes=3,
         global_batch=8,
-        checkpoint=wire.CheckpointPolicy(path=str(root / "checkpoints"), max_interval_seconds=20.0, prior_failures_per_hour=600.0),
+        checkpoint=wire.CheckpointPolicy(
+            path=str(root / "checkpoints"), max_interval_seconds=20.0, prior_failures_per_hour=600.0, peer_memory=True
+        ),
         nice=10,
     )
 

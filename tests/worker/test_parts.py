@@ -385,6 +385,7 @@ class Recording:
 
     def __init__(self, *, fails: bool = False, busy: int = 0) -> None:
         self.saved: list[int] = []
+        self.skipped: list[tuple[int, str]] = []
         self.fails = fails
         self.busy = busy
 
@@ -396,6 +397,12 @@ class Recording:
         assert samples == 8 * step
         self.saved.append(step)
         return wire.SaveReport(generation=0, rank=0, step=step, outcome="snapshot", stall_seconds=0.001)
+
+    def skip(self, step: int, reason: str) -> None:
+        self.skipped.append((step, reason))
+
+    def last_reason(self) -> str:
+        return ""
 
     def wait_durable(self, step: int, seconds: float) -> bool:
         return not self.fails
@@ -440,6 +447,8 @@ def test_end_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(OperationalError, match="not finite"):
         run_with(keeper, losses={10: float("nan")})
     assert keeper.saved == []
+    assert [step for step, _ in keeper.skipped] == [10]
+    assert "not finite" in keeper.skipped[0][1]
 
 
 def test_a_past_nan_does_not_stop_saves_for_ever() -> None:

@@ -24,6 +24,7 @@ def agent(
     address: Annotated[str | None, typer.Option(metavar="HOST", help="Host under which peers reach this node.")] = None,
     peer_port: Annotated[int | None, typer.Option(help="Port for reports of other nodes; 0: any.")] = None,
     metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where /metrics is served; empty: nowhere.")] = None,
+    failure_domain: Annotated[str | None, typer.Option(help="Rack or switch that fails as one; copies go to another.")] = None,
     hardware_id: Annotated[str | None, typer.Option(help="What quarantine is keyed by without GPU UUIDs.")] = None,
     node_ttl_seconds: Annotated[float | None, typer.Option(help="Lease of this node's key in the store.")] = None,
     orphan_seconds: Annotated[float | None, typer.Option(help="Life of workers without an agent.")] = None,

@@ -105,15 +105,15 @@ def etcd(members: int = 1) -> Check:
 
 
 def compiler() -> Check:
-    """A C compiler, for the fake GPU library of demo and tests."""
-    from regrow.agent.health.fake_nvml import build
+    """A C compiler, for the fake GPU library of demo and tests and for the fastest copy of a snapshot."""
+    from regrow import compiling
 
-    command = build.compiler()
+    command = compiling.compiler()
     if command is None:
         return Check(
             "c compiler",
             "warn",
-            "none: the fake GPU library of demo and tests cannot be built",
+            "none: snapshots are copied by torch; the fake GPU library of demo and tests cannot be built",
             "apt-get install gcc, or pip install ziglang",
         )
     return Check("c compiler", "ok", " ".join(command))

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from regrow import wire
+from regrow.ckpt import differences
 from regrow.ckpt.catalog import check_writable
+from regrow.ckpt.differences import ACCEPT_VARIABLE
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape, check_name
 from regrow.local.api import SupervisorClient
 from regrow.local.cluster import ClusterPlan, LocalCluster
 from regrow.local.launch import INTERRUPTED, Follower, follow_with_signals, submit
 from regrow.local.live import LiveView
-
-
 from regrow.supervisor.core.hang_limits import PHASES
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What the user typed; texts are not parsed yet."""
@@ -44,11 +46,13 @@ class Request:
     keep_last: int = 3
     fresh: bool = False
     hang_seconds: float = 0.0
+    hang_phases: tuple[str, ...] = ()
+    hang_idle_seconds: float = 0.0
     preload: tuple[str, ...] = ()
     cold: bool = False
     in_place: bool = False
-    hang_phases: tuple[str, ...] = ()
-    hang_idle_seconds: float = 0.0
+    peer_memory: bool = False
+    accept: tuple[str, ...] = ()
     cwd: str = "."
 
 
@@ -66,12 +70,12 @@ def specification(request: Request) -> wire.JobSpec:
         (request.global_batch, "--global-batch"),
         (request.max_restarts, "--max-restarts"),
         (request.hang_seconds, "--hang-seconds"),
+        (request.hang_idle_seconds, "--hang-idle-seconds"),
     ):
         if value < 0:
             raise ConfigurationError(f"{value} is negative", where=flag)
     if request.micro_batch < 1 or request.keep_last < 1:
         raise ConfigurationError("must be at least 1", where="--micro-batch, --keep-last")
-        (request.hang_idle_seconds, "--hang-idle-seconds"),
     if request.zero not in range(4):
         raise ConfigurationError(f"{request.zero} is no ZeRO stage", where="--zero", hint="use 0, 1, 2 or 3")
     mesh = MeshShape.parse(request.mesh) if request.mesh else None
@@ -90,7 +94,13 @@ def specification(request: Request) -> wire.JobSpec:
         micro_batch=request.micro_batch,
         equal_replicas=request.equal_replicas,
         zero_stage=request.zero,
-        checkpoint=wire.CheckpointPolicy(path=str(checkpoint_path(request, name)), keep_last=request.keep_last, fresh_start=request.fresh),
+        checkpoint=wire.CheckpointPolicy(
+            path=str(checkpoint_path(request, name)),
+            keep_last=request.keep_last,
+            fresh_start=request.fresh,
+            peer_memory=request.peer_memory,
+        ),
+        env={ACCEPT_VARIABLE: ",".join(differences.check_fields(request.accept))} if request.accept else {},
         max_restarts=request.max_restarts,
         priority=request.priority,
         nice=10 if request.nodes else 0,
@@ -98,27 +108,13 @@ def specification(request: Request) -> wire.JobSpec:
         in_place=request.in_place,
         preload=request.preload,
         hang_seconds=request.hang_seconds,
+        hang_phase_seconds=hang_phases(request.hang_phases),
+        hang_idle_seconds=request.hang_idle_seconds,
     )
     _check_mesh(spec, high * slots)
     return spec
 
 
-def _check_script(request: Request) -> None:
-    if request.module:
-        return
-    path = Path(request.cwd) / request.script[0]
-    if not path.is_file():
-        raise ConfigurationError("no such script", where=str(path), hint="give the path of a Python file, or -m MODULE")
-    if not os.access(path, os.R_OK):
-        raise ConfigurationError("cannot be read", where=str(path))
-
-        hang_phase_seconds=hang_phases(request.hang_phases),
-        hang_idle_seconds=request.hang_idle_seconds,
-
-def _argv(request: Request) -> tuple[str, ...]:
-    if request.module:
-        return request.script
-    return (str((Path(request.cwd) / request.script[0]).absolute()), *request.script[1:])
 def hang_phases(words: tuple[str, ...]) -> dict[str, float]:
     """Read "eval=600" and the like.
 
@@ -138,6 +134,20 @@ def hang_phases(words: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
+def _check_script(request: Request) -> None:
+    if request.module:
+        return
+    path = Path(request.cwd) / request.script[0]
+    if not path.is_file():
+        raise ConfigurationError("no such script", where=str(path), hint="give the path of a Python file, or -m MODULE")
+    if not os.access(path, os.R_OK):
+        raise ConfigurationError("cannot be read", where=str(path))
+
+
+def _argv(request: Request) -> tuple[str, ...]:
+    if request.module:
+        return request.script
+    return (str((Path(request.cwd) / request.script[0]).absolute()), *request.script[1:])
 
 
 def _name_of(script: str) -> str:
@@ -249,6 +259,7 @@ async def run_local(spec: wire.JobSpec, request: Request, *, plain: bool) -> tup
     with LiveView(title=f"job {spec.job}", plain=plain) as view:
         view.note(f"starting {request.nodes} agents with {spec.nproc_per_node} workers each; run folder {root}")
         async with LocalCluster(plan) as cluster:
+            view.at(cluster.supervisor_address())
             return await _run(cluster.api, spec, view)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from ckpt_synthetic import commit, shard, spec_of, write_shards
 
 from regrow.ckpt import catalog
+from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.retention import Retention, prune
 
 
@@ -22,12 +23,15 @@ def main(folder: Path, generation: int) -> None:
     print(f"restored {step}", flush=True)
     spec = spec_of(2, generation, entry.restore_point() if entry else None)
     held = [[shard("w", (64, 256), (2,), (0,), rank)] for rank in range(2)]
+    recycler = Recycler()
     while True:
         step += 1
-        report = write_shards(folder, step, spec, held, {"w": np.full((64, 256), step, np.float32)}, nonce=f"n{generation}")
+        report = write_shards(
+            folder, step, spec, held, {"w": np.full((64, 256), step, np.float32)}, nonce=f"n{generation}", recycler=recycler
+        )
         commit(spec, report)
         print(f"committed {step}", flush=True)
-        prune(folder, Retention(keep_last=1), generation=generation)
+        prune(folder, Retention(keep_last=1), generation=generation, recycle=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from regrow.ckpt.commit import Collector, publish, write_record
 from regrow.ckpt.layout import Box, lay_out
 from regrow.ckpt.manifest import NodeManifest, Record, digest, directory_name, encode, manifest_name, shard_name
 from regrow.ckpt.plan import assign, chunk_sizes
+from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.storing import store_shard
 from regrow.ids import MeshShape
 from regrow.wire import GenerationSpec, RestorePoint, ShardFile, ShardsDurable
@@ -50,6 +51,7 @@ def write_shards(
     nonce: str = "abc",
     node: str = "n0",
     strips: int = 1,
+    recycler: Recycler | None = None,
 ) -> ShardsDurable:
     """All ranks of a job on one node: stored, with its manifest; no record."""
     directory = folder / directory_name(step, spec.generation, nonce)
@@ -64,7 +66,7 @@ def write_shards(
         for chunk in image.plan.chunks:
             part = arrays[chunk.name][tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
             view[chunk.at : chunk.at + chunk.nbytes] = np.ascontiguousarray(part).tobytes()
-        ranks.append(store_shard(directory / shard_name(rank), view, image.plan, rank=rank, private={}, threads=THREADS))
+        ranks.append(store_shard(directory / shard_name(rank), view, image.plan, rank=rank, private={}, threads=THREADS, recycler=recycler))
     manifest = NodeManifest(
         job=spec.job,
         epoch=spec.epoch,

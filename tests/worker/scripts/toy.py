@@ -39,6 +39,12 @@ class FileKeeper:
         self.saved.append(step)
         return wire.SaveReport(generation=self.run.spec.generation, rank=self._rank, step=step, outcome="snapshot", stall_seconds=1e-4)
 
+    def skip(self, step: int, reason: str) -> None:
+        raise AssertionError(f"step {step} is skipped by one rank alone: {reason}")
+
+    def last_reason(self) -> str:
+        return ""
+
     def wait_durable(self, step: int, seconds: float) -> bool:
         return (self._folder / f"{step}-{self._rank}.pt").exists()
 

@@ -1,0 +1,58 @@
+"""The last act of a node for a step: its manifest, published when the files of all its ranks are on storage."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from regrow.ckpt import faults
+from regrow.ckpt.commit import publish
+from regrow.ckpt.manifest import NodeManifest, digest, encode, manifest_name
+from regrow.ckpt.saves import Key, Save
+from regrow.wire import ShardFile, ShardsDurable
+
+
+def store_manifest(key: Key, save: Save, buddy: str) -> ShardsDurable | str:
+    """Publish the manifest of a step whose files are all on storage; returns the node's report, or why it failed. Blocking.
+
+    `buddy`: node that is to keep a copy of the files in memory; empty: none.
+    """
+    hello = save.hello
+    ranks = tuple(save.written[rank] for rank in sorted(save.written))
+    manifest = NodeManifest(
+        job=hello.job,
+        epoch=hello.epoch,
+        generation=hello.generation,
+        step=key[2],
+        samples=save.samples,
+        node=hello.node,
+        world_size=hello.world_size,
+        ranks=ranks,
+        facts=save.facts,
+        parent=save.parent,
+        buddy=buddy,
+    )
+    data = encode(manifest)
+    name = manifest_name(hello.node)
+    directory = Path(hello.folder) / save.directory
+    try:
+        publish(directory, name, data)
+    except OSError as error:
+        return f"manifest: {error.strerror or error}"
+    faults.point("node.durable")
+    return ShardsDurable(
+        job=hello.job,
+        epoch=hello.epoch,
+        generation=hello.generation,
+        step=key[2],
+        node=hello.node,
+        directory=str(directory),
+        ranks=tuple(rank.rank for rank in ranks),
+        world_size=hello.world_size,
+        samples=save.samples,
+        files=tuple(ShardFile(rank=rank.rank, name=rank.file, size_bytes=rank.size_bytes, digest=rank.digest) for rank in ranks),
+        manifest=name,
+        manifest_digest=digest(data),
+        write_seconds=time.monotonic() - save.started_at,
+        num_bytes=sum(rank.size_bytes for rank in ranks),
+    )
