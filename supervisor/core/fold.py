@@ -10,7 +10,6 @@ from regrow import wire
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import fold_corruption, fold_issued, fold_nodes, goodput
 from regrow.supervisor.core import fold_generation as generation
-from regrow.supervisor.core import fold_issued, fold_nodes, goodput
 from regrow.supervisor.core.records import LedgerRecord
 from regrow.supervisor.core.view import CheckpointView, Effort, GenerationView, Incident, JobView, Member, Outcome, View
 
@@ -62,8 +61,8 @@ _OfGeneration = (
     | e.StepsCompleted
     | e.DigestsReported
     | e.AtRestMismatch
-    | e.ReplayJudged
     | e.NonFiniteSeen
+    | e.ReplayJudged
     | e.ProgressStalled
     | e.ProgressResumed
     | e.OutputKept
@@ -124,6 +123,8 @@ def with_job(view: View, job: JobView) -> View:
 
 def _job_loaded(view: View, event: e.JobLoaded) -> View:
     ledger = event.ledger or LedgerRecord()
+    since = ledger.since or min([event.at, *(charge.at for charge in ledger.charges)])
+    ledger = _change(ledger, since=since)
     checkpoints = {record.step: checkpoint(record, event.at) for record in event.checkpoints}
     usable = [item.step for item in checkpoints.values() if not item.damaged]
     frontier = max([ledger.frontier, *usable]) if not event.spec.checkpoint.fresh_start else 0
@@ -134,7 +135,7 @@ def _job_loaded(view: View, event: e.JobLoaded) -> View:
         generation = _change(generation, stage="ended")
     job = JobView(
         spec=event.spec,
-        submitted_at=event.at,
+        submitted_at=since,
         effort=Effort(since=event.at, reserved_at=event.at, num_reserved=reserved),
         command=event.command,
         command_at=event.at,

@@ -139,7 +139,8 @@ def _wrong_step(current: GenerationView, event: e.StepsCompleted) -> str:
 def _typical(job: JobView, current: GenerationView, event: e.StepsCompleted) -> tuple[dict[str, tuple[int, float]], float | None]:
     """Step seconds by mesh, smoothed; and that of this mesh once it is settled."""
     start = current.spec.restore.step if current.spec.restore else 0
-    if event.step_seconds <= 0 or event.step - start < _SETTLED_STEPS or current.adopted:
+    unsettled = event.step - start < _SETTLED_STEPS or (current.adopted and len(job.step_seconds) < _SETTLED_STEPS)
+    if event.step_seconds <= 0 or unsettled:
         return job.mesh_seconds, None
     name = str(current.spec.mesh)
     known = job.mesh_seconds.get(name)

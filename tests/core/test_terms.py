@@ -1,0 +1,71 @@
+"""What a new leader knows of a job that goes on: its age, and soon how well it uses its GPUs."""
+
+from __future__ import annotations
+
+import pytest
+from world import POLICY, World, hello, running, spec
+
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core import goodput, rates
+from regrow.supervisor.core.records import Charge, LedgerRecord
+
+HOUR = 3600.0
+
+
+def next_leader(old: World, *, after: float = 3.0, ledger: LedgerRecord | None = None) -> World:
+    """The same job as the store tells it to the leader of the next term."""
+    new = World(POLICY)
+    new.now = old.now + after
+    for node in old.generation.spec.nodes:
+        new.tell(e.NodeJoined(at=new.now, hello=hello(node)))
+    members = {name: member.workers for name, member in old.generation.members.items()}
+    new.tell(
+        e.JobLoaded(
+            at=new.now,
+            spec=old.job.spec,
+            generation=old.generation.spec,
+            members=members,
+            ledger=old.job.ledger if ledger is None else ledger,
+            command="run",
+            highest_generation=old.generation.number,
+        )
+    )
+    return new
+
+
+def test_the_rate_of_failures_is_over_the_jobs_life_and_not_over_a_term() -> None:
+    world = running("n0", "n1", steps=3)
+    world.now += HOUR
+    world.exit(3, exit_code=1)
+    world.wait(10.0)
+    before = rates.failure_rate(world.job, world.now)
+    assert len(world.job.ledger.charges) == 1
+    after = next_leader(world)
+    assert after.job.submitted_at == world.job.submitted_at
+    assert rates.failure_rate(after.job, after.now) == pytest.approx(before, rel=0.01)
+
+
+def test_a_ledger_of_an_older_version_counts_from_its_first_charge() -> None:
+    world = running("n0", "n1", steps=3)
+    first = Charge(incident="i", at=world.now - HOUR, cause="unknown", generation=1, step=1)
+    after = next_leader(world, ledger=LedgerRecord(charges=(first,)))
+    assert after.job.submitted_at == first.at
+
+
+def test_a_job_that_is_submitted_again_begins_anew() -> None:
+    world = World(POLICY)
+    world.tell(e.JobLoaded(at=world.now, spec=spec(), ledger=LedgerRecord(frontier=9), submitted=True))
+    assert world.job.submitted_at == world.now
+    assert world.job.ledger.since == world.now
+
+
+def test_goodput_is_known_again_after_a_few_steps_of_the_adopted_generation() -> None:
+    world = running("n0", "n1", steps=10)
+    after = next_leader(world)
+    assert after.generation.adopted
+    after.step(11, seconds=9.0)
+    assert goodput.ratio(after.job, after.now) is None, "one step after a change of leader says nothing"
+    after.steps(12, 20)
+    assert after.job.effort.best_gpu_seconds_per_step is not None
+    assert goodput.ratio(after.job, after.now) is not None
+    assert str(after.generation.spec.mesh) in after.job.mesh_seconds
