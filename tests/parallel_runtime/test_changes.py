@@ -63,6 +63,7 @@ def test_eight_to_six_to_seven_to_three(ranks: Any, tmp_path: Path) -> None:
     check_chain(ranks, tmp_path, ["2x2x2", "3x2x1", "7x1x1", "1x1x3"], steps=2)
 
 
+@pytest.mark.soak
 def test_unchanged_mesh_is_the_same_to_the_bit(ranks: Any, tmp_path: Path) -> None:
     whole = chain(ranks, tmp_path / "whole", ["2x2x1"], steps=4, total=4, name="whole")
     halves = chain(ranks, tmp_path / "halves", ["2x2x1", "2x2x1"], steps=2, total=4, name="half")

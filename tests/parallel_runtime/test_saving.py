@@ -45,13 +45,13 @@ class Row:
 
 
 QUICK = {
-    "zero1": Row("3x1x1", "--zero 1", ("1x1x1", "2x1x1 --zero 3", "1x1x2"), memory=False),
+    "zero1-tp": Row("2x2x1", "--zero 1", ("3x1x1 --zero 1", "1x1x2", "2x2x1 --zero 3"), memory=False),
     "context": Row("dp=2,cp=2", "", ("3x1x1", "dp=1,cp=3", "1x2x1")),
     "experts": Row("dp=2,ep=2", "--experts 4", ("1x1x1 --experts 4", "3x1x1 --experts 4 --zero 1", "dp=4,ep=4 --experts 4"), memory=False),
 }
 MORE = {
     "replicated": Row("3x1x1", "", ("1x1x1", "1x2x1", "2x1x1 --zero 3")),
-    "zero1-tp": Row("2x2x1", "--zero 1", ("3x1x1 --zero 1", "1x1x2", "2x2x1 --zero 3"), memory=False),
+    "zero1": Row("3x1x1", "--zero 1", ("1x1x1", "2x1x1 --zero 3", "1x1x2"), memory=False),
     "zero1-pp": Row("2x1x2", "--zero 1", ("3x1x1", "1x2x1", "4x1x1 --zero 1"), memory=False),
     "zero2": Row("3x1x1", "--zero 2", ("1x1x1", "2x1x1 --zero 1", "1x1x2"), replicas=False),
     "zero3": Row("3x1x1", "--zero 3", ("1x1x1", "4x1x1 --zero 3", "1x2x1"), replicas=False),
