@@ -164,7 +164,10 @@ def main() -> None:
     samples: dict[str, dict[int, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
-            samples[name] = {k: measure(name, k, 3 if options.quick else 7, Path(folder)) for k in RANKS if legal(name, k)}
+            samples[name] = {}
+            for ranks in (k for k in RANKS if legal(name, k)):
+                samples[name][ranks] = measure(name, ranks, 3 if options.quick else 7, Path(folder))
+                print(f"{name} k={ranks}: {samples[name][ranks]}", file=sys.stderr, flush=True)
     figures = efficiency(samples, cores)
     machine = {"cores": cores, "load": os.getloadavg()[0], "python": platform.python_version(), "platform": platform.platform()}
     if options.json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +51,31 @@ def test_plain_ddp_script_under_torchrun_and_in_another_world(tmp_path: Path) ->
     text = run([script, "--steps", "3"], tmp_path, **alone)
     assert "step=3 " in text
     assert "step=2 " not in text, "it did not continue from its own checkpoint"
+
+
+def commands_of_the_readme() -> list[str]:
+    """The command lines of the blocks, in order."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "examples" / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("line", commands_of_the_readme())
+def test_commands_of_the_readme_run_as_they_stand(line: str, tmp_path: Path) -> None:
+    for script in (ROOT / "examples").glob("*.py"):
+        (tmp_path / script.name).symlink_to(script)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("REGROW_", "TORCHELASTIC_"))}
+    finished = subprocess.run(
+        shlex.split(line),
+        cwd=tmp_path,
+        env=clean | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-1500:] + finished.stderr[-3000:]
+    if "train_gpt" in line:
+        logs = [text.read_text(errors="replace") for text in tmp_path.glob("runs/*/nodes/*/jobs/*/g*/rank0.out")]
+        assert "finished step=" in finished.stdout + "".join(logs)
