@@ -154,6 +154,7 @@ async def test_a_lost_nodes_shards_come_from_its_buddy(nodes, make_committer, tm
         one.state.close()
 
 
+@pytest.mark.parametrize("identity", ["plain"], indirect=True)
 async def test_memory_of_the_node_that_wrote_it_serves_others(nodes, make_committer, tmp_path):
     """Nothing is lost, a rank has moved: it reads from the node that wrote, not from storage."""
     folder = tmp_path / "checkpoints"
@@ -188,13 +189,13 @@ async def test_a_buddy_that_hangs_or_dies_holds_nothing_up(nodes, make_committer
     nodes["n1"].writer.process.send_signal(number)
     try:
         small = Small(tmp_path / "checkpoints", writer=nodes["alone"].writer.socket, back_pressure="wait", wait_seconds=LIMIT)
-        for step in (1, 2, 3):
+        for step in (1, 2):
             small.train(1)
             assert await asyncio.to_thread(small.state.save, step, step * 4), step
             await committer.until("complete")
-        status = await nodes["alone"].until(lambda status: status.copies_failed == 3)
+        status = await nodes["alone"].until(lambda status: status.copies_failed == 2)
         assert status.copies_sent == 0
-        assert small.state.counts.snapshots == 3
+        assert small.state.counts.snapshots == 2
         small.state.close()
     finally:
         if number == signal.SIGSTOP:
@@ -302,7 +303,7 @@ def test_copies_are_bounded(tmp_path):
         put(6, 3, "n5")  # in the memory of those that went
         assert copies.status().num_files == 2
         with pytest.raises(RefusedError, match="no memory"):
-            [put(7, 3, node) for node in ("n6", "n7", "n8", "n9")]
+            [put(step, 3, f"n{step}") for step in range(7, 11)]
         held = copies.status().num_files
         assert copies.expire(0.0) == 0
         assert copies.expire(1e12) == held > 0
