@@ -10,11 +10,12 @@ from grafana_foundation_sdk.builders import dashboard as boards
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as words
 from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat as Format
 
 from regrow.dashboards.panels import BOARDS, Board, Panel
 
 SOURCE = "datasource"
-_HEIGHT = {"stat": 4, "states": 7}
+_HEIGHT = {"stat": 4, "name": 4, "states": 7}
 
 
 def files() -> dict[str, str]:
@@ -38,8 +39,8 @@ def text(board: Board) -> str:
         made = made.with_variable(
             boards.QueryVariable(name).query(query).datasource(_source()).refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
-    for panel in board.panels:
-        made = made.with_panel(_panel(panel))
+    for number, panel in enumerate(board.panels, 1):
+        made = made.with_panel(_panel(panel, number))
     document: Any = json.loads(json.dumps(made.build(), cls=JSONEncoder))
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
@@ -48,24 +49,48 @@ def _source() -> models.DataSourceRef:
     return models.DataSourceRef(type_val="prometheus", uid=f"${{{SOURCE}}}")
 
 
-def _panel(panel: Panel) -> Any:
-    made: Any
-    match panel.kind:
-        case "stat":
-            made = stat.Panel()
-        case "table":
-            made = table.Panel()
-        case "states":
-            made = statetimeline.Panel()
-        case "lines":
-            made = timeseries.Panel().fill_opacity(0).show_points(words.VisibilityMode.NEVER)
-        case "stack":
-            stacking = common.StackingConfig().mode(words.StackingMode.NORMAL)
-            made = timeseries.Panel().fill_opacity(40).stacking(stacking).show_points(words.VisibilityMode.NEVER)
-    made = made.title(panel.title).datasource(_source()).unit(panel.unit).span(panel.width).height(_HEIGHT.get(panel.kind, 8))
+def _panel(panel: Panel, number: int) -> Any:
+    """Every panel has its options and an id of its own: Grafana would have to guess them."""
+    made = _kind(panel)
+    made = made.id(number).title(panel.title).datasource(_source()).unit(panel.unit).span(panel.width).height(_HEIGHT.get(panel.kind, 8))
     if panel.about:
         made = made.description(panel.about)
-    for number, query in enumerate(panel.queries):
-        found = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + number))
-        made = made.with_target(found.instant() if panel.kind in ("stat", "table") else found.range())
+    if panel.words:
+        words_of = {value: models.ValueMappingResult(text=word, color=colour) for value, (word, colour) in panel.words.items()}
+        made = made.mappings([models.ValueMap(options=words_of)])
+    for number_of_query, query in enumerate(panel.queries):
+        found = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + number_of_query))
+        if panel.kind == "table":
+            found = found.format(Format.TABLE)
+        made = made.with_target(found.instant() if panel.kind in ("stat", "name", "table") else found.range())
     return made
+
+
+def _kind(panel: Panel) -> Any:
+    legend = common.VizLegendOptions().show_legend(True).display_mode(words.LegendDisplayMode.LIST).placement(words.LegendPlacement.BOTTOM)
+    tooltip = common.VizTooltipOptions().mode(words.TooltipDisplayMode.MULTI).sort(words.SortOrder.DESCENDING)
+    newest = common.ReduceDataOptions().values(False).calcs(["lastNotNull"])
+    match panel.kind:
+        case "stat" | "name":
+            number = words.BigValueTextMode.VALUE if len(panel.queries) == 1 else words.BigValueTextMode.VALUE_AND_NAME
+            mode = words.BigValueTextMode.NAME if panel.kind == "name" else number
+            plain = stat.Panel().reduce_options(newest).text_mode(mode).graph_mode(words.BigValueGraphMode.NONE)
+            return plain.color_mode(words.BigValueColorMode.VALUE)
+        case "table":
+            hidden = models.DataTransformerConfig(id_val="organize", options={"excludeByName": {"Time": True, "Value": True}})
+            return table.Panel().show_header(True).with_transformation(hidden)
+        case "states":
+            rows = (
+                statetimeline.Panel()
+                .show_value(words.VisibilityMode.NEVER)
+                .row_height(0.9)
+                .merge_values(True)
+                .line_width(0)
+                .fill_opacity(70)
+            )
+            return rows.legend(legend.show_legend(False)).tooltip(tooltip)
+        case "lines":
+            lines = timeseries.Panel().fill_opacity(0)
+        case "stack":
+            lines = timeseries.Panel().fill_opacity(40).stacking(common.StackingConfig().mode(words.StackingMode.NORMAL))
+    return lines.show_points(words.VisibilityMode.NEVER).legend(legend).tooltip(tooltip)

@@ -6,7 +6,13 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["lines", "stack", "stat", "table", "states"]
+Kind = Literal["lines", "stack", "stat", "name", "table", "states"]
+"""stat: a number; name: the legend of the one series that there is; states: a row for each series, coloured where it is 1."""
+Words = dict[str, tuple[str, str]]
+"""{value: (word, colour)}"""
+UP: Words = {"0": ("down", "red"), "1": ("up", "green")}
+ON: Words = {"0": ("OFF", "red"), "1": ("on", "green")}
+HOLDS: Words = {"0": (" ", "transparent"), "1": ("yes", "green")}
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -25,6 +31,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = "short"
     width: int = 12
     about: str = ""
+    words: Words = {}
 
 
 class Board(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +43,17 @@ class Board(msgspec.Struct, frozen=True, kw_only=True):
     panels: tuple[Panel, ...]
 
 
-def _panel(title: str, *queries: tuple[str, str], kind: Kind = "lines", unit: str = "short", width: int = 12, about: str = "") -> Panel:
-    return Panel(title=title, queries=tuple(Query(*one) for one in queries), kind=kind, unit=unit, width=width, about=about)
+def _panel(
+    title: str,
+    *queries: tuple[str, str],
+    kind: Kind = "lines",
+    unit: str = "short",
+    width: int = 12,
+    about: str = "",
+    words: Words | None = None,
+) -> Panel:
+    meaning = words if words is not None else HOLDS if kind == "states" else {}
+    return Panel(title=title, queries=tuple(Query(*one) for one in queries), kind=kind, unit=unit, width=width, about=about, words=meaning)
 
 
 _CLUSTER = {"cluster": "label_values(regrow_nodes, cluster)"}
@@ -53,8 +69,8 @@ FLEET = Board(
     variables=_CLUSTER,
     panels=(
         _panel("Leaders", (f"sum(regrow_is_leader{{{_C}}})", "leaders"), kind="stat", width=4),
-        _panel("Store", (f"max(regrow_store_up{{{_C}}})", "up"), kind="stat", width=4),
-        _panel("Automation", (f"min(regrow_automation_enabled{{{_C}}})", "on"), kind="stat", width=4),
+        _panel("Store", (f"max(regrow_store_up{{{_C}}})", "up"), kind="stat", width=4, words=UP),
+        _panel("Automation", (f"min(regrow_automation_enabled{{{_C}}})", "on"), kind="stat", width=4, words=ON),
         _panel("Nodes", (f"sum(regrow_nodes{{{_C}}})", "known"), kind="stat", width=4),
         _panel("Lost nodes", (f"sum(regrow_node_lost{{{_C}}})", "lost"), kind="stat", width=4),
         _panel("Alerts", (f'count(ALERTS{{{_C},alertstate="firing",severity=~"page|ticket"}}) or vector(0)', "firing"), kind="stat", width=4),
@@ -82,7 +98,7 @@ JOB = Board(
     title="Regrow: Job",
     variables=_JOB,
     panels=(
-        _panel("State", (f"max by (state) (regrow_job_state{{{_J}}}) == 1", "{{state}}"), kind="stat", width=4),
+        _panel("State", (f"max by (state) (regrow_job_state{{{_J}}}) == 1", "{{state}}"), kind="name", width=4),
         _panel("Step", (f"max(regrow_step{{{_J}}})", "step"), kind="stat", width=4),
         _panel("Generation", (f"max(regrow_generation{{{_J}}})", "generation"), kind="stat", width=4),
         _panel("Goodput", (f"max(regrow_goodput_ratio{{{_J}}})", "goodput"), kind="stat", unit="percentunit", width=4),
@@ -178,9 +194,9 @@ AGENT = Board(
     title="Regrow: Agent self",
     variables=_NODE,
     panels=(
-        _panel("Connected", (f"max(regrow_agent_connected{{{_N}}})", "leader"), (f"max(regrow_agent_store_up{{{_N}}})", "store"), kind="stat", width=8),
-        _panel("Shim", (f"max(regrow_agent_shim_up{{{_N}}})", "up"), kind="stat", width=8),
-        _panel("Checkpoint writer", (f"max(regrow_agent_writer_up{{{_N}}})", "up"), kind="stat", width=8),
+        _panel("Connected", (f"max(regrow_agent_connected{{{_N}}})", "leader"), (f"max(regrow_agent_store_up{{{_N}}})", "store"), kind="stat", width=8, words=UP),
+        _panel("Shim", (f"max(regrow_agent_shim_up{{{_N}}})", "up"), kind="stat", width=8, words=UP),
+        _panel("Checkpoint writer", (f"max(regrow_agent_writer_up{{{_N}}})", "up"), kind="stat", width=8, words=UP),
         _panel("Age of the last beat", (f"max(regrow_agent_beat_age_seconds{{{_N}}})", "age"), unit="s"),
         _panel("Delay of the event loop", (f"max(regrow_agent_loop_lag_seconds{{{_N}}})", "delay"), unit="s"),
         _panel(

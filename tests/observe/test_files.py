@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard as models
 from tests.observe.conftest import ROOT
 
 from regrow import telemetry
@@ -103,3 +107,34 @@ def test_names_follow_the_rules() -> None:
         assert "instance" not in metric.labels
         assert metric.help
         assert not metric.help.endswith(".")
+
+
+BOARDS = sorted((FOLDER / "grafana").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_is_whole_to_the_models_of_grafanas_sdk(path: Path) -> None:
+    """Read into the SDK's models and written again it is the same: no key that Grafana does not know, none that it would add."""
+    register_default_plugins()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert json.loads(json.dumps(models.Dashboard.from_json(document), cls=JSONEncoder)) == document
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_panels_have_ids_options_and_a_place_of_their_own(path: Path) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    shown = document["panels"]
+    assert len({panel["id"] for panel in shown}) == len(shown)
+    known = {variable["name"] for variable in document["templating"]["list"]} | {"__rate_interval"}
+    taken: set[tuple[int, int]] = set()
+    for panel in shown:
+        assert panel["options"], panel["title"]
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, f"{panel['title']} lies on another panel"
+        taken |= cells
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for target in panel["targets"]:
+            assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= known, target["expr"]
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= set(re.findall(r"\w+", target["expr"])), target["legendFormat"]
