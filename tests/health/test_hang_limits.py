@@ -12,7 +12,7 @@ from regrow.local.job import hang_phases
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.hang_limits import PHASES, limit
 from regrow.supervisor.core.policy import Policy
-from regrow.supervisor.core.view import GenerationView, JobView, Member
+from regrow.supervisor.core.view import Effort, GenerationView, JobView, Member
 from regrow.supervisor.detector import Stall
 from regrow.supervisor.linger import Linger
 from regrow.supervisor.phase_times import PhaseTimes
@@ -28,7 +28,13 @@ def generation(*, first_step_at: float | None = 1.0) -> GenerationView:
 
 def job(*, first_step_at: float | None = 1.0, **spec: object) -> JobView:
     stated = wire.JobSpec(job="j", argv=("x.py",), **spec)  # type: ignore[arg-type]
-    return JobView(spec=stated, submitted_at=0.0, generation=generation(first_step_at=first_step_at), step_seconds=(1.0,) * 5)
+    return JobView(
+        spec=stated,
+        submitted_at=0.0,
+        effort=Effort(since=0.0, reserved_at=0.0),
+        generation=generation(first_step_at=first_step_at),
+        step_seconds=(1.0,) * 5,
+    )
 
 
 def words(*phases: str, step: int = 7) -> tuple[wire.RankProgress, ...]:

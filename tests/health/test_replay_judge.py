@@ -121,6 +121,14 @@ def test_nobody_is_accused_without_two_wrong_runs(clean: int, worlds: list[list[
         assert len(runs) - max(runs.count(value) for value in set(runs)) == 1
 
 
+def test_share_of_checked_steps() -> None:
+    """The sampling has the stated rate, every micro-step its turn, and half of the checks go to a buddy."""
+    picked = [found for step in range(20_000) if (found := sample(7, step, 1 / 16, 4)) is not None]
+    assert len(picked) == pytest.approx(20_000 / 16, rel=0.1)
+    assert {one.unit for one in picked} == {0, 1, 2, 3}
+    assert sum(one.buddy for one in picked) == pytest.approx(len(picked) / 2, rel=0.1)
+
+
 def test_samples_are_alike_on_every_rank_and_differ_by_seed() -> None:
     first = [sample(1, step, 0.1, 4) for step in range(500)]
     assert first == [sample(1, step, 0.1, 4) for step in range(500)]

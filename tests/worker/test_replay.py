@@ -23,7 +23,7 @@ def ran(world: World, agent: FakeAgent, dp: int, **env: str) -> list[Any]:
     return world.wait()
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 3])
 def test_healthy_ranks_agree_and_training_does_not_notice(world: World, agent: FakeAgent, dp: int) -> None:
     """Every step checked: same loss, state with running statistics, and random streams as never checked, to the bit."""
     checked = ran(world, agent, dp, RATE="1", STEPS="10")
@@ -51,7 +51,7 @@ def order(world: World, agent: FakeAgent, rank: int, dp: int, steps: int, **inje
 
 def test_a_sick_matrix_unit_is_named_by_its_own_repetitions(world: World, agent: FakeAgent) -> None:
     """One of two ranks, wrong in half of its micro-steps: no replica can outvote the other, its own repetitions name it."""
-    order(world, agent, 1, 2, 60, ratio=0.5)
+    order(world, agent, 1, 2, 30, ratio=0.5)
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert found
     assert {one.suspects for one in found} <= {(1,), ()}
@@ -62,7 +62,7 @@ def test_a_sick_matrix_unit_is_named_by_its_own_repetitions(world: World, agent:
 
 def test_a_unit_that_is_always_wrong_is_outvoted_by_two_replicas(world: World, agent: FakeAgent) -> None:
     """It repeats its own wrong result to the bit; only other devices can tell."""
-    order(world, agent, 2, 3, 60, ratio=1.0)
+    order(world, agent, 2, 3, 30, ratio=1.0)
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert {one.suspects for one in found} == {(2,)}
     assert all(one.buddy for one in found)
@@ -71,7 +71,7 @@ def test_a_unit_that_is_always_wrong_is_outvoted_by_two_replicas(world: World, a
 
 
 def test_two_replicas_cannot_tell_who_is_always_wrong(world: World, agent: FakeAgent) -> None:
-    order(world, agent, 1, 2, 60, ratio=1.0)
+    order(world, agent, 1, 2, 30, ratio=1.0)
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert {one.suspects for one in found} == {()}
     assert not any(one.repaired for one in found)
@@ -80,17 +80,17 @@ def test_two_replicas_cannot_tell_who_is_always_wrong(world: World, agent: FakeA
 
 def test_one_wrong_result_is_replaced_and_nobody_accused(world: World, agent: FakeAgent) -> None:
     """A single flip in a sampled micro-step: the repetitions agree, the right gradient is used, the end is that of a clean run."""
-    world.start("replayed.py", world_size=2, env={"REGROW_CHAOS": "1", "RATE": "1", "STEPS": "40", "KIND": "flip_once"}, policy=NEVER)
+    world.start("replayed.py", world_size=2, env={"REGROW_CHAOS": "1", "RATE": "1", "STEPS": "12", "KIND": "flip_once"}, policy=NEVER)
     hurt = world.wait()
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert [(one.suspects, one.once, one.repaired) for one in found] == [((), (1,), True)]
-    clean = again(world, 2, RATE="0", STEPS="40")
+    clean = again(world, 2, RATE="0", STEPS="12")
     assert [result["state"] for result in hurt] == [result["state"] for result in clean]
     assert [result["log"] for result in hurt] == [result["log"] for result in clean]
 
 
 def test_gradients_that_do_not_repeat_accuse_nobody(world: World, agent: FakeAgent) -> None:
-    results = ran(world, agent, 2, RATE="1", KIND="noisy", STEPS="20")
+    results = ran(world, agent, 2, RATE="1", KIND="noisy", STEPS="6")
     told = verdicts(agent)
     assert told[0].verdict == "skipped"
     assert "noise floor" in told[0].reason
@@ -114,11 +114,3 @@ def test_a_nan_that_comes_again_is_told_as_such(world: World, agent: FakeAgent) 
     third = {line.rank: (line.nonfinite, line.nonfinite_again) for line in agent.of(wire.StepReport) if line.step == 3}
     assert third[1] == ("0.weight", True)
     assert third[0] == ("loss", None) or third[0] == ("", None)
-
-
-def test_share_of_checked_steps() -> None:
-    """The sampling has the stated rate, every micro-step its turn, and half of the checks go to a buddy."""
-    picked = [found for step in range(200_000) if (found := judging.sample(7, step, judging.DEFAULT_RATE, 4)) is not None]
-    assert len(picked) == pytest.approx(200_000 / 256, rel=0.1)
-    assert {one.unit for one in picked} == {0, 1, 2, 3}
-    assert sum(one.buddy for one in picked) == pytest.approx(len(picked) / 2, rel=0.1)

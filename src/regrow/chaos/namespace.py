@@ -16,7 +16,8 @@ from regrow.errors import ConfigurationError, OperationalError
 
 ENTERED = "REGROW_CHAOS_NAMESPACE"
 _TABLE = "inet regrow_chaos"
-_BURST_BYTES = 65_536
+_BURST_BYTES = 262_144
+"""Above the largest packet of a loopback (its MTU is 65,536): tbf drops what is larger than its bucket for good."""
 _SECONDS = 20
 
 

@@ -1,5 +1,5 @@
 """A small MLP with dropout and batch norm whose micro-steps are repeated at RATE. KIND: plain, noisy (gradients that do not
-repeat to the bit), flip_once (a bit at step 20 of rank 1 in
+repeat to the bit), flip_once (a bit at step FLIP_AT of rank 1 in
 one run), nan (one micro-step of NAN_RANK at step NAN_AT leaves NaN; NAN_ALWAYS=1: again when repeated)."""
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 import regrow
 from regrow.agent.worker.binding import watch_state
+from regrow.agent.worker.replay_judge import sample
+
+FLIP_AT = 6
 
 
 def main() -> None:
@@ -39,8 +42,8 @@ def main() -> None:
         gradient = parts[0].weight.grad
         assert gradient is not None
         if kind == "noisy":
-            gradient.mul_(1.0 + calls * 1e-7)
-        if kind == "flip_once" and (run._loop.started, run.rank) == (20, 1) and first(calls):
+            gradient.mul_(1.0 + calls * 1e-6)
+        if kind == "flip_once" and (run._loop.started, run.rank, unit) == (FLIP_AT, 1, turn.unit) and first(calls):
             gradient.view(torch.int32)[0, 0] ^= 1 << 20
         if kind == "nan" and (run._loop.started, run.rank) == bad and (first(calls) or os.environ.get("NAN_ALWAYS")):
             gradient[0, 0] = float("nan")
@@ -53,10 +56,13 @@ def main() -> None:
             seen.add(call)
         return call in seen
 
+    turn = sample(run.seed, FLIP_AT, 1.0, min(run.spec.micro_batches))
+    assert turn is not None
+    unit = 0
     log: list[dict[str, Any]] = []
     for step in run.steps(int(os.environ.get("STEPS", "6"))):
         loss = torch.zeros(())
-        for samples in plan.step(step):
+        for unit, samples in enumerate(plan.step(step)):  # noqa: B007 - compute reads it
             inputs = torch.stack([torch.sin(torch.arange(4) * float(index + 1)) for index in samples])
             loss += replay(compute, inputs, inputs.sum(1, keepdim=True))
         run.computed()
