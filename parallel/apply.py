@@ -68,6 +68,9 @@ class MeshModel:
         self.coordinates = coordinates
         self.strategy = strategy
         self.num_samples = strategy.micro_batches[coordinates["dp"]] * strategy.micro_batch
+        self.around: Callable[..., Any] = _directly
+        """What does this rank's forward and backward passes of a step, before any sum over replicas: `regrow.attach().replay(...)`
+        repeats them now and then and compares the gradients."""
         self._stages = stages
         self._pipeline = pipeline
         self._loss_fn = loss_fn
@@ -119,7 +122,7 @@ class MeshModel:
             stage.train()
         inputs, targets = (self._cut(tensor) for tensor in (inputs, targets))
         run = self._accumulate if self._pipeline is None else self._pipeline.forward_backward
-        loss = run(*self._padded(inputs, targets, keys))
+        loss = self.around(run, *self._padded(inputs, targets, keys))
         broken = self._reduce()
         gradients = [(name, self._data.gradient_of(parameter)) for name, parameter in self._named]
         result = self._totals.settle(
@@ -197,6 +200,10 @@ class MeshModel:
                 peer = self.shape.pp - 1 if first else 0
                 apply_data.sum_tied(self._data.gradient_of(held[name if first else alias]), self._pipes, peer, first=first)
         return broken
+
+
+def _directly(compute: Callable[..., Any], *inputs: Tensor) -> Any:
+    return compute(*inputs)
 
 
 def apply_mesh(

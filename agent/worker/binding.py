@@ -231,12 +231,12 @@ def watch_state(run: Run, loop: StepLoop, modules: list[Any], optimizers: list[A
         optimizers[0].register_step_pre_hook(lambda *_: loop.before_update())
 
 
-def replaying(run: Run, loop: StepLoop, model: Any, *, rate: float, units: int) -> Replay:
+def replaying(run: Run, loop: StepLoop, model: Any, *, rate: float, units: int, buddy: bool) -> Replay:
     """What repeats micro-steps of this run, and tells the step loop what it found."""
     environment = run.environment
     least = min(environment.spec.micro_batches, default=1)
     ring = None
-    if environment.spec.mesh.dp > 1 and run.control_group is not None:
+    if buddy and environment.spec.mesh.dp > 1 and run.control_group is not None:
         ring = Ring(environment.rank, environment.spec.mesh, run.control_group, run.device)
     made = Replay(
         _as_list(model),

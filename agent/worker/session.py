@@ -279,15 +279,16 @@ class Run:
         """Mark that this rank's own compute of the step is done and synchronisation follows: straggler detection reads it."""
         self._loop.computed()
 
-    def replay(self, model: Any, *, rate: float = DEFAULT_RATE, units: int = 0) -> Replay:
+    def replay(self, model: Any, *, rate: float = DEFAULT_RATE, units: int = 0, buddy: bool = True) -> Replay:
         """Repeat sampled micro-steps and compare their gradients: ``loss = replay(compute, *inputs)`` instead of ``compute(*inputs)``.
 
         Args:
             model: a module or a list of modules: whose gradients `compute` leaves, before any reduction over replicas.
             rate: share of steps of which one micro-step is repeated.
             units: calls in a step, at least and on every rank; 0: one for each micro-batch of the shortest replica.
+            buddy: half of the times on another replica; False: a replica cannot do another's work, its shapes differ.
         """
-        return replaying(self, self._loop, model, rate=rate, units=units)
+        return replaying(self, self._loop, model, rate=rate, units=units, buddy=buddy)
 
     def before_update(self) -> None:
         """The optimizer is about to write. Called by itself for torch optimizers given to `train_state`; others call it."""

@@ -49,6 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer, of which a byte uses two (0: dense)")
     parser.add_argument("--eight-bit", action="store_true", help="AdamW with its moments in 8 bits")
+    parser.add_argument("--replay-rate", type=float, default=0.0, help="share of steps whose gradients are computed twice and compared")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--warmup", type=int, default=8, help="steps of linear warm-up before the cosine")
     return parser.parse_args(argv)
@@ -113,6 +114,9 @@ def main() -> None:
     plan = run.batches(num_samples=len(corpus), seed=args.seed)
     state = run.train_state(model=net.module, optimizer=optimizer, scheduler=scheduler, aliases=net.aliases, digest_every=1)
     restored = state.restore()
+    if args.replay_rate:  # one call a step: all of a rank's forward and backward passes
+        equal = len(set(run.spec.micro_batches)) < 2
+        net.around = run.replay(net.module, rate=args.replay_rate, units=1, buddy=equal)
     log = StepLog.from_environment(generation=run.spec.generation, restart=run.spec.restart_count, rank=run.rank)
     log.start(net, restored=restored, num_samples=len(corpus), global_batch=run.global_batch)
 
