@@ -46,7 +46,10 @@ class Buddies:
         """A generation starts here: with peer memory, its arenas get a buddy."""
         if policy.peer_memory and len(spec.nodes) > 1:
             self._start(self._choose(spec))
-        elif self._order is not None and self._order.job == spec.job:
+            return
+        if policy.peer_memory:
+            _log.warning("generation %d has one node: no other keeps copies of its checkpoints", spec.generation)
+        if self._order is not None and self._order.job == spec.job:
             self._tell(msgspec.structs.replace(self._order, generation=spec.generation, buddy=""))
 
     def connected(self) -> None:
