@@ -57,7 +57,7 @@ NODE_STATES = ("member", "spare", "suspect", "gone", "quarantined", "draining", 
 HEALTH_STATES = ("healthy", "degraded", "unhealthy", "unknown")
 QUARANTINE_STATES = ("suspect", "quarantined", "burn_in", "probation")
 CHECKPOINT_STATES = ("snapshot", "durable", "committed", "pending", "failed", "skipped")
-DIGEST_VERDICTS = ("agree", "diverged", "skipped", "at_rest_mismatch")
+DIGEST_VERDICTS = ("agree", "diverged", "skipped", "at_rest_mismatch", "replay_agree", "replay_diverged", "replay_skipped")
 ORDER_STATES = ("open", "failed", "done", "held")
 """Orders to actuators. failed: the last attempt failed, another follows; held: the rate limit is reached."""
 WALLS = ("memory", "compute", "communication")
@@ -176,7 +176,12 @@ _OF_STATE = (
     _gauge("regrow_checkpoint_step", "Step of the newest checkpoint: committed, verified", "job_name", "state"),
     _gauge("regrow_checkpoint_interval_seconds", "Longest time between saves that the controller allows", *_JOB),
     _gauge("regrow_checkpoints_damaged", "Checkpoints that exist and cannot be used", *_JOB),
-    _counter("regrow_digest_checks", "Cross-replica digest checks by verdict, in this leader's term", "job_name", "verdict"),
+    _counter(
+        "regrow_digest_checks",
+        "Checks of results by verdict, in this leader's term (across replicas, at rest, repeated micro-steps)",
+        "job_name",
+        "verdict",
+    ),
     _gauge("regrow_digest_agreed_step", "Newest step at which all replicas agreed", *_JOB),
 )
 

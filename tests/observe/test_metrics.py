@@ -232,13 +232,20 @@ def test_checkpoints_and_digests() -> None:
         step: CheckpointView(step=step, generation=1, directory="d", committed_at=NOW - age, evidence=evidence, damaged=damaged)
         for step, age, evidence, damaged in ((10, 90.0, ("read_back",), ""), (20, 30.0, (), ""), (30, 5.0, (), "torn"))
     }
-    found = samples(View(jobs={"gpt": job(checkpoints=listed, digest_checks={"agree": 4, "diverged": 1}, agreed_steps=frozenset({18}))}))
+    found = samples(
+        View(
+            jobs={
+                "gpt": job(checkpoints=listed, digest_checks={"agree": 4, "diverged": 1, "replay_agree": 2}, agreed_steps=frozenset({18}))
+            }
+        )
+    )
     assert found['regrow_checkpoint_age_seconds{job_name="gpt"}'] == 30
     assert found['regrow_checkpoint_step{job_name="gpt",state="committed"}'] == 20
     assert found['regrow_checkpoint_step{job_name="gpt",state="verified"}'] == 10
     assert found['regrow_checkpoints_damaged{job_name="gpt"}'] == 1
     assert found['regrow_digest_checks_total{job_name="gpt",verdict="diverged"}'] == 1
     assert found['regrow_digest_checks_total{job_name="gpt",verdict="at_rest_mismatch"}'] == 0
+    assert found['regrow_digest_checks_total{job_name="gpt",verdict="replay_agree"}'] == 2
     assert found['regrow_digest_agreed_step{job_name="gpt"}'] == 18
 
 
