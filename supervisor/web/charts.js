@@ -49,7 +49,8 @@ export function draw(target, points, marks, label) {
   for (const [step, text] of marks) {
     if (step < lowX || step > highX) continue;
     svg.append(make("line", { class: "mark", x1: px(step), x2: px(step), y1: TOP, y2: HEIGHT - BOTTOM }));
-    svg.append(make("text", { x: px(step) + 2, y: TOP + 9 }, text));
+    const late = px(step) > WIDTH - RIGHT - 8 * text.length;
+    svg.append(make("text", { x: px(step) + (late ? -3 : 2), y: TOP + 9, "text-anchor": late ? "end" : "start" }, text));
   }
   svg.append(make("polyline", { class: "curve", points: known.map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join(" ") }));
   target.replaceChildren(svg);

@@ -34,10 +34,19 @@ export function start(grid, onChoose) {
 export function setFilter(text) {
   filter = text.trim().toLowerCase();
   for (const cell of cells.values()) cell.hidden = !matches(cell);
+  const grid = [...cells.values()][0]?.parentElement;
+  if (grid) nameFew(grid);
   if (![...cells.values()].some((cell) => cell.tabIndex === 0 && !cell.hidden)) {
     const first = [...cells.values()].find((cell) => !cell.hidden);
     if (first) focusable(first);
   }
+}
+
+// few cells have room for their names
+function nameFew(grid) {
+  let shown = 0;
+  for (const cell of cells.values()) if (!cell.hidden) shown += 1;
+  grid.classList.toggle("named", shown <= MOST_NAMED);
 }
 
 const matches = (cell) => !filter || cell.dataset.node.toLowerCase().includes(filter) || cell.dataset.state.includes(filter);
@@ -106,21 +115,29 @@ export function update(grid, rows, whole) {
     cell.hidden = !matches(cell);
   }
   grid.append(fresh);
-  grid.classList.toggle("named", cells.size <= MOST_NAMED);
+  nameFew(grid);
 }
 
-export function legend(target, nodes) {
+// a click on a state shows its nodes only, the next click all
+export function legend(target, nodes, only) {
   const counts = {};
   for (const row of Object.values(nodes)) counts[row[0]] = (counts[row[0]] ?? 0) + 1;
   const items = Object.keys(LETTERS).filter((state) => counts[state]).map((state) => {
     const sample = element("span", { className: "cell", textContent: LETTERS[state] });
     sample.dataset.state = state;
     sample.setAttribute("aria-hidden", "true");
-    const item = element("li", { title: MEANING[state] });
-    item.append(sample, `${counts[state]} ${state}`);
+    const button = element("button", { type: "button", title: MEANING[state] });
+    button.append(sample, `${counts[state]} ${state}`);
+    button.dataset.only = state;
+    button.setAttribute("aria-pressed", String(filter === state));
+    button.addEventListener("click", () => only(filter === state ? "" : state));
+    const item = element("li");
+    item.append(button);
     return item;
   });
+  const focused = target.contains(document.activeElement) ? document.activeElement.dataset.only : "";
   target.replaceChildren(...items);
+  if (focused) target.querySelector(`[data-only="${focused}"]`)?.focus();
 }
 
 export function detail(target, node, order) {
@@ -131,10 +148,10 @@ export function detail(target, node, order) {
   if (node.unusable) parts.push(element("p", { className: "bad", textContent: `unusable: ${node.unusable}` }));
   const health = node.health;
   parts.push(element("p", { textContent: `health: ${health.state}${health.reason ? `: ${health.reason}` : ""}` }));
-  parts.push(evidence(health.evidence));
+  parts.push(evidence(health.evidence.filter((line) => !health.reason.includes(line))));
   if (node.quarantine) {
     const record = node.quarantine;
-    parts.push(element("p", { className: "bad", textContent: `${record.state} (strike ${record.strikes}): ${record.reason}` }));
+    parts.push(element("p", { className: "bad", textContent: `${record.state} (strike ${record.strikes})${health.reason.includes(record.reason) ? "" : `: ${record.reason}`}` }));
   }
   const local = node.jobs.flatMap((job) => job.ranks.map((rank) => `${job.job} rank ${rank}`));
   const rows = Array.from({ length: Math.max(node.devices.length, node.slots) }, (_, index) => {

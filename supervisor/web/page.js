@@ -131,7 +131,7 @@ function mark(...names) {
 
 const DRAWERS = {
   cluster: drawCluster,
-  legend: () => nodes.legend(byId("legend"), state.nodes),
+  legend: () => nodes.legend(byId("legend"), state.nodes, only),
   choice: drawChoice,
   job: () => drawJob(state.jobs[job]),
   charts: drawCharts,
@@ -302,11 +302,17 @@ function theme(value) {
   sessionStorage.setItem(THEME, value);
 }
 
+function only(text) {
+  byId("node-filter").value = text;
+  nodes.setFilter(text);
+  mark("legend");
+}
+
 const THEMES = ["auto", "light", "dark"];
 theme(sessionStorage.getItem(THEME) ?? "auto");
 byId("theme").addEventListener("click", () => theme(THEMES[(THEMES.indexOf(sessionStorage.getItem(THEME)) + 1) % THEMES.length]));
 byId("token-open").addEventListener("click", () => askToken("Orders need a token with the role operate. It stays in this tab only."));
-byId("node-filter").addEventListener("input", (event) => nodes.setFilter(event.target.value));
+byId("node-filter").addEventListener("input", (event) => { nodes.setFilter(event.target.value); mark("legend"); });
 byId("job-choice").addEventListener("change", (event) => {
   job = event.target.value;
   mark("job", "charts", "mesh", "timeline", "incidents", "checkpoints");

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.observe.conftest import until
 
+from regrow.observe import session
+
 REGROW = (sys.executable, "-m", "regrow")
 
 
@@ -50,6 +52,21 @@ def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
     assert "holds an earlier run" in done.stderr
 
 
+async def test_a_run_that_it_starts_is_heard(tmp_path: Path) -> None:
+    """Its lines are shown as they come and kept, its exit code is told."""
+    program = "import sys; print('one', file=sys.stderr); print('{}'); sys.exit('two')"
+    options = session.Options(
+        root=tmp_path, started=(sys.executable, "-c", program), once=True, factor=1 / 30, ports=(0, 0), find=lambda: None
+    )  # fmt: skip
+    addresses: list[dict[str, str]] = []
+    lines: list[str] = []
+    document = await session.run(options, tell=addresses.append, say=lines.append)
+    assert lines == ["one", "two"]
+    assert (tmp_path / "run.log").read_text() == "one\ntwo\n"
+    assert (tmp_path / "run.json").read_text() == "{}\n"
+    assert (document["run_exit_code"], document["alerts"], len(addresses)) == (1, [], 1)
+
+
 def test_a_supervisor_that_runs_is_found_scraped_and_left_alone(tmp_path: Path) -> None:
     state, log = tmp_path / "runs" / "x" / "supervisor", tmp_path / "log"
     told = state / "supervisor.json"
@@ -79,6 +96,7 @@ def test_a_supervisor_that_runs_is_found_scraped_and_left_alone(tmp_path: Path) 
         answer, _ = observer.communicate(timeout=60)
         document = json.loads(answer)
         assert observer.returncode == 0
+        assert f"page          http://{address}/" in (tmp_path / "observe.log").read_text()
         assert document["alerts"] == []
         assert document["run_exit_code"] is None
         assert supervisor.poll() is None, "it was not ours to stop"

@@ -119,6 +119,16 @@ async def test_thousands_of_nodes_stay_smooth(screen: Screen) -> None:
         assert max(tasks, default=0) < 500, tasks
         await screen.page.fill("#node-filter", "n0007")
         await screen.until("() => [...document.querySelectorAll('#grid .cell')].filter((cell) => !cell.hidden).length === 1")
+        await screen.page.click("#legend [data-only=suspect]")
+        await screen.until(
+            "(count) => [...document.querySelectorAll('#grid .cell')].filter((cell) => !cell.hidden).length === count", suspects
+        )
+        assert await screen.page.get_attribute("#legend [data-only=suspect]", "aria-pressed") == "true"
+        assert await screen.page.evaluate("document.activeElement.dataset.only") == "suspect"
+        await screen.page.click("#legend [data-only=suspect]")
+        await screen.until(
+            "(count) => [...document.querySelectorAll('#grid .cell')].filter((cell) => !cell.hidden).length === count", NODES
+        )
         assert screen.errors == []
     finally:
         journal.close()

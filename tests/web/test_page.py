@@ -152,6 +152,11 @@ async def test_orders_need_a_token(cluster: Any, screen: Screen, tmp_path: Path)
         assert (await client.get(f"http://{address}/")).status_code == 200
     await screen.page.goto(f"http://{address}/")
     await screen.page.wait_for_selector("#token-dialog[open]")
+    await screen.page.fill("#token-value", "guess")
+    await screen.page.keyboard.press("Enter")
+    await screen.until(
+        "() => document.querySelector('#token-dialog').open && /not accepted/.test(document.querySelector('#token-why').textContent)"
+    )
     await screen.page.fill("#token-value", "look")
     await screen.page.keyboard.press("Enter")
     await screen.page.wait_for_selector("#link[data-state=on]")

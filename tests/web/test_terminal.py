@@ -32,11 +32,13 @@ async def regrow(*arguments: str, **environment: str) -> subprocess.CompletedPro
 class Terminal:
     """A command on a real pseudo-terminal."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, folder: Path | None = None, **environment: str) -> None:
         self.text = ""
         self._master, slave = pty.openpty()
         where = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "40", **environment}
-        self.process = subprocess.Popen([sys.executable, "-m", "regrow", *arguments], stdin=slave, stdout=slave, stderr=slave, env=where)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "regrow", *arguments], stdin=slave, stdout=slave, stderr=slave, env=where, cwd=folder
+        )
         os.close(slave)
         os.set_blocking(self._master, False)
 
@@ -113,6 +115,52 @@ async def test_events_follow_and_names_are_completed(cluster: Any) -> None:
         lambda: subprocess.run([script], capture_output=True, text=True, check=False, env={**os.environ, **asked})
     )
     assert done.stdout.split() == ["n0", "n1"]
+
+
+def told(folder: Path, http: str) -> None:
+    """Write where the supervisor is, as one of a local run does."""
+    path = folder / "runs" / "x" / "supervisor" / "supervisor.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"http": http, "pid": os.getpid()}))
+
+
+async def test_both_views_follow_the_leader(cluster: Any, tmp_path: Path) -> None:
+    await form(cluster, "n0", "n1")
+    await cluster.step(1)
+    told(tmp_path, cluster.leader.http_address)
+    status = Terminal("status", "--every", "0.3", folder=tmp_path)
+    events = Terminal("events", "--follow", "--brief", "--limit", "30", folder=tmp_path)
+    await eventually(lambda: status.shown("supervisor s0, epoch 1"), "the first leader's picture")
+    await eventually(lambda: events.shown("generation_recorded job=train"), "what was")
+    assert "digests_reported" not in events.text
+    first = cluster.leader
+    await cluster.supervisor()
+    first.stop()
+    second = await eventually(lambda: cluster.leader is not None and cluster.leader is not first and cluster.leader, "the next leader")
+    told(tmp_path, second.http_address)
+    await eventually(lambda: status.shown("supervisor s1, epoch 2"), "the next leader's picture")
+    await eventually(lambda: events.shown("asking again"), "it says that the connection ended")
+    await eventually(lambda: events.shown("leader_started") and events.text.count("leader_started") >= 2, "the next leader's journal")
+    await eventually(lambda: len(second.term.view.nodes) == 2, "both nodes are there")
+    await cluster.agents["n1"].die()
+    await eventually(lambda: events.shown("node_disconnected node=n1"), "what comes")
+    assert CONTROL.sub("", events.text).count("generation_recorded job=train generation=1") == 1, "nothing comes twice"
+    assert await asyncio.to_thread(status.close) == 0
+    assert await asyncio.to_thread(events.close) == 0
+
+
+async def test_status_says_what_is_saved_and_what_broke(cluster: Any) -> None:
+    await form(cluster, "n0", "n1", "n2")
+    await cluster.step(1)
+    cluster.agents["n0"].committed(1)
+    await eventually(lambda: 1 in cluster.job().checkpoints, "committed")
+    await cluster.agents["n2"].die()
+    await cluster.generation(2)
+    await cluster.step(2)
+    done = await regrow("status", "--supervisor", f"http://{cluster.leader.http_address}")
+    assert re.search(r"1, \d+\.\d s", done.stdout), done.stdout
+    assert re.search(r"train: newest incident \d\d:\d\d:\d\d node lost n2, recovered by shrink in", done.stdout), done.stdout
+    assert re.search(r"^n2 +gone +2 +- +gone for \d", done.stdout, re.MULTILINE), done.stdout
 
 
 async def test_status_without_a_supervisor() -> None:

@@ -130,11 +130,12 @@ def follow(find: Callable[[], str], path: str, *, patience_seconds: float = 60.0
 
     last: tuple[int, int] | None = None
     lost_at: float | None = None
+    told = False
     while True:
         again = last
         try:
             for entry in stream(find(), path, **params):
-                lost_at = None
+                lost_at, told = None, False
                 if again is not None and (entry["epoch"], entry["id"]) <= again:
                     continue
                 again, last = None, (entry["epoch"], entry["id"])
@@ -144,7 +145,9 @@ def follow(find: Callable[[], str], path: str, *, patience_seconds: float = 60.0
             lost_at = lost_at or time.monotonic()
             if last is None or time.monotonic() - lost_at > patience_seconds:
                 raise
-            sys.stderr.write(f"regrow: {error.what}; asking again\n")
+            if not told:
+                sys.stderr.write(f"regrow: {error.what}; asking again\n")
+                told = True
             time.sleep(_AGAIN_SECONDS)
         params |= {"after": 0, "limit": ""}  # another leader counts anew
 
