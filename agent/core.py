@@ -316,14 +316,8 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
     """Start what waited for an end; act on deadlines."""
     state, more = _next(state, at)
     effects += more
-    local = state.current
-    if local is not None and local.regroup_deadline is not None and (at >= local.regroup_deadline or local.kept.keys() <= local.attached):
-        late = frozenset(local.kept.keys() - local.attached) & local.live
-        if local.stage == "starting" and late:  # the order to change over has not gone out yet
-            state = _change(state, current=_change(local, regroup_deadline=at + state.regroup_seconds))
-        else:
-            state = _change(state, current=_change(local, regroup_deadline=None))
-            effects += (m.Replace(local.order, late, local.before, local.kept, local.pids),) if late and local.stage == "running" else ()
+    state, more = _regroup_due(state, at)
+    effects += more
     local = state.current
     if local is not None and local.term_deadline is not None and at >= local.term_deadline:
         state, more = _kill_current(state, at)
@@ -341,6 +335,23 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
         state, more = _quit(state, 0, f"{state.leaving.reason}: nobody needs this node, or the notice is over")
         effects += more
     return state, effects
+
+
+def _regroup_due(state: m.NodeState, at: float) -> m.Outcome:
+    """Who was to change over and does not is replaced; who is on his way gets more time, once."""
+    local = state.current
+    if local is None or local.regroup_deadline is None or (at < local.regroup_deadline and not local.kept.keys() <= local.attached):
+        return state, ()
+    late = frozenset(local.kept.keys() - local.attached) & local.live
+    if local.stage == "starting" and late:  # the order to change over has not gone out yet
+        return _change(state, current=_change(local, regroup_deadline=at + state.regroup_seconds)), ()
+    patient = frozenset[int]() if local.regroup_last else late & local.changing
+    stuck = late - patient
+    more = state.regroup_seconds * (state.regroup_factor - 1)
+    kept = {rank: old for rank, old in local.kept.items() if rank not in stuck}
+    changed = _change(local, regroup_deadline=at + more if patient else None, regroup_last=bool(patient), kept=kept)
+    replace = (m.Replace(local.order, stuck, local.before, local.kept, local.pids),) if stuck and local.stage == "running" else ()
+    return _change(state, current=changed), replace
 
 
 def _next(state: m.NodeState, at: float) -> m.Outcome:

@@ -52,6 +52,10 @@ class Local(msgspec.Struct, frozen=True, kw_only=True):
     """The generation that they were kept of."""
     regroup_deadline: float | None = None
     """When those of them that did not say hello are replaced."""
+    changing: frozenset[int] = frozenset()
+    """Ranks of them that have come out of their last step."""
+    regroup_last: bool = False
+    """Those that had come out got more time, and this is the end of it."""
     watched: frozenset[int] = frozenset()
     """Ranks that can change their generation in place."""
     acknowledged: frozenset[int] = frozenset()
@@ -121,7 +125,9 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that may run here; 0: any number."""
     kill_limit_seconds: float = 10.0
     regroup_seconds: float = 2.0
-    """A worker that is to go on in place and does not say hello in its new generation within this time is replaced by a fork."""
+    """A worker that is to go on in place and is neither in its new generation nor on its way within this time is stuck: it is
+    replaced by a fork. One that is on its way (out of its last step) has `regroup_factor` times as long: machines are slow at times."""
+    regroup_factor: float = 5.0
     static_seconds: float = 7200.0
     """Workers go on for so long without a leader."""
 

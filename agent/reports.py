@@ -37,7 +37,7 @@ def said(
         case wire.WorkerHello():
             local, effects = _hello(local, message)
         case wire.WorkerWatch():
-            local, effects = _change(local, watched=local.watched | {message.rank}), ()
+            local, effects = _watch(local, message)
         case wire.WorkerPhase():
             local, effects = _phase(local, message)
         case wire.StepReport():
@@ -63,6 +63,17 @@ def _hello(local: m.Local, message: wire.WorkerHello) -> tuple[m.Local, tuple[m.
     ranks = frozenset({message.rank})
     effects = tuple(m.ToWorkers(generation=local.generation, control=control, ranks=ranks) for control in controls)
     return _change(local, attached=local.attached | {message.rank}), effects
+
+
+def _watch(local: m.Local, message: wire.WorkerWatch) -> tuple[m.Local, tuple[m.Effect, ...]]:
+    """A worker can change its generation in place; the leader is told when all of the node can."""
+    if message.changing:
+        return _change(local, changing=local.changing | {message.rank}), ()
+    local = _change(local, watched=local.watched | {message.rank})
+    if wire.IN_PLACE_PHASE in local.told or local.watched != local.ranks:
+        return local, ()
+    told = wire.GenerationPhase(job=local.job, generation=local.generation, phase=wire.IN_PLACE_PHASE)
+    return _change(local, told=local.told | {wire.IN_PLACE_PHASE: told}), (m.Send(told),)
 
 
 def _phase(local: m.Local, message: wire.WorkerPhase) -> tuple[m.Local, tuple[m.Effect, ...]]:

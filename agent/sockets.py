@@ -90,7 +90,7 @@ class WorkerSocket:
                 if isinstance(message, wire.WorkerHello):
                     worker = _Worker(message.generation, message.rank, writer)
                     self._workers[(message.generation, message.rank)] = worker
-                if isinstance(message, wire.WorkerWatch):
+                if isinstance(message, wire.WorkerWatch) and not message.changing:
                     self._watches[(message.generation, message.rank)] = writer
                 if isinstance(message, Inject):
                     writer.write(wire.encode(await self._on_inject(message)))

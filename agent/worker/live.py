@@ -4,7 +4,8 @@ A rank's state counts when nothing wrote to it since the boundary of its last co
 been stopped in the middle of an update), and nobody else (version counters of all tensors tell, so batch statistics that a
 broken forward pass moved are seen too). It is used when every part that a rank of the new mesh needs is held by somebody at
 one step that is not older than the checkpoint: always so for replicas (DDP, HSDP), never for shards that died with their
-only holder. Who lacks it gets it from a peer.
+only holder. Who lacks it gets it from a peer. On another mesh the parts are other ones: then they are cut and carried
+(`handover`).
 
 Not offered, so that the disk is used: loaders with a state (`data=`), `extra=`, named generators. A rank that was replaced
 continues with random streams derived anew, as after a change of mesh: its own died with it.
@@ -24,8 +25,10 @@ import torch.distributed as dist
 import xxhash
 
 from regrow import wire
+from regrow.agent.worker import handover
 from regrow.ckpt import flatten, plain, private, rng
 from regrow.ckpt.exchange import Exchange
+from regrow.ckpt.layout import Box
 from regrow.ckpt.materialise import materialise
 from regrow.ckpt.plan import encode_boxes
 
@@ -43,6 +46,8 @@ class Held(msgspec.Struct, kw_only=True):
     schedules: list[Any]
     groups: list[Any]
     values: dict[str, Any]
+    boxes: list[Box]
+    """Of the whole tensors, by name as in `tensors`; not those of copies (tied weights)."""
     python: Any
     torch: torch.Tensor
     numpy: Any = None
@@ -56,6 +61,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
     has: str = ""
     needs: str = ""
+    num_boxes: int = 0
+    """That it would have to tell of, if the mesh is another one."""
     able: bool = True
 
 
@@ -140,6 +147,7 @@ class LiveState:
             schedules=self._schedules,
             groups=list(private.groups(self._optimizer, names)),
             values=values,
+            boxes=[flatten.item_of(name, value).box for name, value in tensors.items() if "#" not in name],
             python=self._random[0],
             torch=self._random[1],
             numpy=self._random[2],
@@ -151,14 +159,17 @@ class LiveState:
             materialise(one)
         tensors, _, names = self._collect()
         began = time.perf_counter()
-        mine = Offer(needs=_shard(tensors), able=self._able)
+        mine = Offer(needs=_shard(tensors), num_boxes=len(tensors), able=self._able)
         if held is not None:
             mine = msgspec.structs.replace(mine, step=held.step, samples=held.samples, has=held.shard)
         offers = [msgspec.json.decode(data, type=Offer) for data in exchange(msgspec.json.encode(mine))]
-        source = choose(offers, spec.restore.step if spec.restore else 0)
+        oldest = spec.restore.step if spec.restore else 0
+        source = choose(offers, oldest)
         if source is None:
-            _log.info("in place: no whole state in memory, steps held: %s", [offer.step for offer in offers])
-            return None
+            source = self._reshape(held, offers, oldest, tensors, names, spec, rank, exchange, group)
+            if source is None:
+                _log.info("in place: no whole state in memory, steps held: %s", [offer.step for offer in offers])
+            return source
         local = {name: flatten.local_of(value) for name, value in tensors.items()}
         if rank not in source.givers:
             assert held is not None
@@ -180,6 +191,54 @@ class LiveState:
             time.perf_counter() - began,
         )
         return source
+
+    def _reshape(
+        self,
+        held: Held | None,
+        offers: list[Offer],
+        oldest: int,
+        tensors: dict[str, torch.Tensor],
+        names: dict[int, str],
+        spec: wire.GenerationSpec,
+        rank: int,
+        exchange: Exchange,
+        group: Any,
+    ) -> Source | None:
+        """Cut and carry what is held, for a mesh on which ranks need other parts. The same answer on all ranks."""
+        newest = max(offer.step for offer in offers)
+        if not all(offer.able for offer in offers) or newest < max(oldest, 1) or spec.world_size == 1:
+            return None
+        if sum(offer.num_boxes for offer in offers) > handover.MOST_BOXES:
+            return None
+        began = time.perf_counter()
+        mine = handover.Catalog(needs=tuple(flatten.item_of(name, value).box for name, value in tensors.items()))
+        if held is not None:
+            mine = msgspec.structs.replace(
+                mine,
+                step=held.step,
+                samples=held.samples,
+                holds=tuple(held.boxes),
+                schedules=held.schedules,
+                groups=held.groups,
+                values=held.values,
+                random=plain.encode(held.torch, "rng"),
+            )
+        catalogs = [msgspec.json.decode(data, type=handover.Catalog) for data in exchange(msgspec.json.encode(mine))]
+        plan = handover.plan(catalogs, oldest)
+        if plan is None:
+            return None
+        local = {name: flatten.local_of(value) for name, value in tensors.items()}
+        with torch.no_grad():
+            num_bytes = handover.carry(plan, rank, held.tensors if held is not None else {}, local, group)
+        holding = [catalog for catalog in catalogs if catalog.step == plan.step]
+        groups = [entry for catalog in holding for entry in catalog.groups]
+        values = {name: value for catalog in holding for name, value in catalog.values.items()}
+        self._load(catalogs[plan.first].schedules, groups, values, names)
+        stream = {"torch": catalogs[plan.first].random}
+        rng.derive(stream, step=plan.step, rank=rank, world_size=spec.world_size, generators={})
+        _log.info("in place: state of step %d re-sharded, %d bytes here, %.3f s", plan.step, num_bytes, time.perf_counter() - began)
+        givers = {part.taker: part.giver for part in plan.parts if part.giver != part.taker}
+        return Source(step=plan.step, samples=plan.samples, givers=givers)
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[int, str]]:
         names = flatten.parameter_names(self._model, self._aliases)

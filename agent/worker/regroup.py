@@ -6,8 +6,8 @@
 
     regrow.in_place(main)
 
-One thread waits for the agent's word. When it comes, it shuts the sockets of all process groups down, which is the only
-thing that frees a thread that gloo holds in a collective; the error unwinds `main`, or the step loop raises
+One thread waits for the agent's word. When it comes, it shuts the sockets of all process groups down and frees whom gloo
+forgets (`gloo`), for nothing else frees a thread that gloo holds in a collective; the error unwinds `main`, or the step loop raises
 `GenerationChanged` at its next boundary. Then `main` runs again, under the environment of the next generation. A process
 that is not there in time (stopped, busy, or user code that swallowed the change) is killed and forked anew by its agent.
 """
@@ -20,29 +20,28 @@ import logging
 import os
 import re
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from regrow import wire
+from regrow.agent.worker import gloo
 from regrow.agent.worker.environment import WorkerEnvironment
 
 _log = logging.getLogger("regrow.worker")
 
-ORDER_SECONDS = 5.0
+ORDER_SECONDS = 10.0
 """How long a worker that lost a peer waits for the order to change over before it ends with its error, as without us."""
-_AGAIN_SECONDS = 0.1
-"""Sockets are shut down again at this distance until the script has come out of its step: it may have opened new ones."""
+_AGAIN_SECONDS = 0.03
+"""At this distance, until the script has come out of its step, sockets are shut down again (it may have opened new ones), and
+threads that gloo forgot are let go."""
 _RECONNECT_SECONDS = 0.2
 _LOST_PEER = re.compile(r"gloo|nccl|connection|broken pipe|socket|timed? ?out|peer|read error|store", re.IGNORECASE)
-_TIMEVAL = struct.Struct("ll")
 T = TypeVar("T")
 
 
@@ -69,6 +68,7 @@ class Watcher:
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._watch, name="regrow-regroup", daemon=True)
+        self._waiters = gloo.Waiters()
         self.num_broken = 0
         """Connections that were shut down, over the life of the process."""
 
@@ -81,9 +81,7 @@ class Watcher:
         with self._changed:
             self._hello = _hello(environment)
             self._arrived.clear()
-            if self._connection is not None:
-                with contextlib.suppress(OSError):  # away: the thread says hello when it has a new connection
-                    self._connection.sendall(wire.encode(self._hello))
+            self._say(self._hello)
 
     def check(self) -> None:
         """Called at each step boundary.
@@ -101,7 +99,14 @@ class Watcher:
             order, self._order = self._order, None
             if order is not None:
                 self._arrived.set()
+                self._say(wire.WorkerWatch(**_name(order), pid=os.getpid(), changing=True))
             return order
+
+    def _say(self, message: wire.WorkerWatch) -> None:
+        """To the agent, when it is there. Called with the lock."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # away: the thread says hello when it has a new connection
+                self._connection.sendall(wire.encode(message))
 
     def _watch(self) -> None:
         while True:
@@ -133,12 +138,20 @@ class Watcher:
         with self._changed:
             self._order = order
             self._changed.notify_all()
-        while True:
-            with self._changed:
-                if not self._arrived.is_set():
-                    self.num_broken += break_collectives()
-            if self._arrived.wait(_AGAIN_SECONDS):
-                return
+        self._waiters.forget()
+        while self._break(order.generation):
+            self._arrived.wait(_AGAIN_SECONDS)
+
+    def _break(self, generation: int) -> bool:
+        """Break what holds the script; False: it has come out (or is in `generation` already, where this thread was late)."""
+        with self._changed:
+            if self._arrived.is_set() or self._hello.generation >= generation:
+                return False
+            self.num_broken += gloo.shut_down()
+            freed = self._waiters.free()
+        if freed:
+            _log.info("in place: %d threads freed that gloo would have left waiting", freed)
+        return True
 
 
 _watcher: Watcher | None = None
@@ -210,42 +223,6 @@ def watch(environment: WorkerEnvironment, leave: Callable[[], None]) -> Callable
     return _watcher.check
 
 
-def break_collectives() -> int:
-    """Shut down the connections of gloo in this process, and abort NCCL's communicators. Returns how many connections.
-
-    gloo's sockets are told from others by their receive time-out, which it sets to that of the group and which Python's
-    sockets and the store's client leave at 0.
-    """
-    count = 0
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        try:
-            if not str(Path(f"/proc/self/fd/{name}").readlink()).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
-                    continue
-                if not any(_TIMEVAL.unpack(copy.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size))):
-                    continue
-                copy.shutdown(socket.SHUT_RDWR)
-                count += 1
-        except OSError:
-            continue  # closed meanwhile, or not connected
-    _abort_nccl()
-    return count
-
-
-def _abort_nccl() -> None:
-    """Never run on a GPU so far. An abort frees kernels that wait for a peer; gloo needs none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return
-    from torch.distributed import distributed_c10d as c10d
-
-    for group in list(c10d._world.pg_map):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        with contextlib.suppress(RuntimeError, AttributeError):
-            group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-
-
 def _order_after(error: BaseException) -> wire.Regroup | None:
     """The order that explains this error; one that says that a peer is gone is given time to be explained."""
     if _watcher is None:
@@ -300,6 +277,11 @@ def _change_over(order: wire.Regroup) -> None:
 
 def _hello(environment: WorkerEnvironment) -> wire.WorkerWatch:
     return wire.WorkerWatch(job=environment.job, generation=environment.generation, rank=environment.rank, pid=os.getpid())
+
+
+def _name(order: wire.Regroup) -> dict[str, Any]:
+    """Job, generation and rank that an order leads to."""
+    return {"job": order.env["REGROW_JOB"], "generation": order.generation, "rank": int(order.env["RANK"])}
 
 
 def _nothing() -> None:

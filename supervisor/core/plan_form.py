@@ -126,11 +126,20 @@ def _record(
     members = membership.assign(seats, choice.workers_used, view.nodes)
     number = 1 + max([job.highest_generation, *(node.highest_generation for node in view.nodes.values())])
     climbed = ""
-    in_place = keeps_processes(job)
+    in_place = keeps_processes(job) and not _goes_back(job, point, why)
     seed = why.seed
     if before is not None and seed is not None and seed.kind != "growth":
         rung, rungs = ladder.climb(
-            situation(job, policy, now, members=tuple(members), world=choice.workers_used, point=point.point, verified=why.verified_only)
+            situation(
+                job,
+                policy,
+                now,
+                members=tuple(members),
+                world=choice.workers_used,
+                point=point.point,
+                verified=why.verified_only,
+                in_place=in_place,
+            )
         )
         climbed = ladder.explain(rung, rungs)
         seed = _change(seed, rung=rung.name)
@@ -173,9 +182,19 @@ def _record(
     )
 
 
+def _goes_back(job: JobView, point: restore.Choice, why: Cause) -> bool:
+    """Is an older state wanted than the newest? Then what survivors hold in memory must not be taken up: they are forked anew."""
+    tainted = why.seed is not None and why.seed.kind in _TAINTED
+    restored = point.point.step if point.point is not None else 0
+    return tainted or why.verified_only or bool(why.damaged) or restored < max(job.checkpoints, default=0)
+
+
 def keeps_processes(job: JobView) -> bool:
-    """May survivors go on in their processes? Only out of a generation that trained: behind a change that failed is the fork."""
-    return job.spec.in_place and job.generation is not None and job.generation.first_step_at is not None
+    """May survivors go on in their processes? Where the script's workers can (their nodes said so), and only out of a generation
+    that trained: behind a change that failed is the fork."""
+    if not job.spec.in_place or job.generation is None or job.generation.first_step_at is None:
+        return False
+    return any(wire.IN_PLACE_PHASE in member.phases for member in job.generation.members.values())
 
 
 def situation(
@@ -187,6 +206,7 @@ def situation(
     world: int,
     point: wire.RestorePoint | None,
     verified: bool = False,
+    in_place: bool = False,
 ) -> ladder.Situation:
     """The numbers that the ladder compares."""
     before = job.generation
@@ -207,7 +227,7 @@ def situation(
         older_redo_seconds=older if verified or older > 0 else 0.0,
         wait_seconds=policy.node_return_seconds_prior,
         horizon_seconds=min(policy.node_return_seconds_prior, 1.0 / rates.failure_rate(job, now)),
-        in_place_seconds=restart * policy.in_place_share if keeps_processes(job) else float("inf"),
+        in_place_seconds=restart * policy.in_place_share if in_place else float("inf"),
     )
 
 

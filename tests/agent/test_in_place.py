@@ -96,6 +96,30 @@ def test_who_does_not_say_hello_in_time_is_replaced_and_only_he() -> None:
     assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)], "once"
 
 
+def test_who_is_on_his_way_gets_more_time_once_and_who_is_stuck_does_not() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    node.order(in_place(2))
+    node.feed(m.Started(job="toy", generation=2, pids={0: 100, 1: 101}))
+    node.feed(m.Said(wire.WorkerWatch(job="toy", generation=2, rank=0, pid=100, changing=True)))
+    node.at += node.state.regroup_seconds + 0.01
+    (replace,) = [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    assert replace.ranks == {1}
+    node.at += node.state.regroup_seconds * (node.state.regroup_factor - 1) - 0.1
+    assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    node.at += 0.2
+    (replace,) = [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    assert replace.ranks == {0}, "the other one was replaced before"
+
+
+def test_the_leader_is_told_once_all_workers_of_the_node_can_change_over() -> None:
+    node = Node().running(1)
+    assert not sent(node.feed(watch(1, 0)), wire.GenerationPhase)
+    (told,) = sent(node.feed(watch(1, 1)), wire.GenerationPhase)
+    assert (told.phase, told.generation) == (wire.IN_PLACE_PHASE, 1)
+    assert not sent(node.feed(watch(1, 1)), wire.GenerationPhase)
+
+
 def test_all_there_in_time_nobody_is_replaced() -> None:
     node = Node().running(1)
     node.feed(watch(1, 0), watch(1, 1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.core.world import running
+from tests.core.world import STARTED, running
+
+from regrow.supervisor.core import events as e
 
 
 def test_a_job_that_did_not_ask_for_it_restarts_warm() -> None:
@@ -70,3 +72,32 @@ def test_a_first_step_before_the_checkpoint_is_fatal_in_place_too() -> None:
     world.wait(1)
     assert world.job.outcome is not None
     assert "was not taken up" in world.job.outcome.reason
+
+
+def test_a_script_that_cannot_change_over_restarts_warm_and_is_not_called_in_place() -> None:
+    world = running("a", "b", in_place=True)
+    world.phases = STARTED
+    world.exit(0, signal=9)
+    world.wait(1)
+    world.steps(world.job.frontier + 1, world.job.frontier + 2)
+    assert world.job.incidents[-1].rung == "in_place"
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert not world.generation.spec.in_place, "no node of this generation said that its workers can"
+    assert world.job.incidents[-1].rung == "warm_restart"
+
+
+def test_a_state_that_is_not_trusted_is_not_gone_on_with() -> None:
+    """Replicas disagree: survivors hold the newest state and it may be the wrong one, so all are forked anew from the disk."""
+    world = running("a", "b", "c", "d", in_place=True)
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 3)
+    number = world.generation.number
+    digests = {rank: "bb" if rank == 5 else "aa" for rank in range(8)}
+    world.tell(e.DigestsReported(at=world.now, job="j", generation=number, step=start + 3, digests=digests))
+    world.wait(1)
+    assert world.generation.number == number + 1
+    assert not world.generation.spec.in_place
+    assert world.job.incidents[-1].kind == "sdc"
+    assert world.job.incidents[-1].rung != "in_place"

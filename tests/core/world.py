@@ -178,6 +178,8 @@ def running(
     """A job that trains on these nodes."""
     world = World(policy)
     world.phases = STARTED if knows_regrow else STARTED[:3]
+    if changes.get("in_place"):
+        world.phases = (*world.phases, wire.IN_PLACE_PHASE)
     world.join(*nodes)
     world.submit(**({"max_nodes": len(nodes)} | changes))
     world.wait(policy.join_seconds + 0.1)

@@ -8,7 +8,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from regrow.agent.worker import regroup
+from regrow.agent.worker import gloo, regroup
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     users = socket.create_connection(served.getsockname())
     work = dist.all_reduce(torch.ones(1), async_op=True)
     broken: list[int] = []
-    thread = threading.Thread(target=lambda: broken.append(regroup.break_collectives()))
+    thread = threading.Thread(target=lambda: broken.append(gloo.shut_down()))
     thread.start()
     error = ""
     try:
