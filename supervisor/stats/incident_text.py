@@ -55,7 +55,7 @@ def facts(item: Document) -> list[tuple[str, str]]:
 
 def _evidence(item: Document, found: Document) -> str:
     node = f" {found['node']}" if found["node"] else ""
-    return f"{found['at'] - item['at'] + 0.0:+.2f} s {found['kind'].replace('_', ' ')}{node}: {found['text']}"
+    return f"{round(found['at'] - item['at'], 2) + 0.0:+.2f} s {found['kind'].replace('_', ' ')}{node}: {found['text']}"
 
 
 def markdown(document: Document) -> list[str]:

@@ -62,7 +62,7 @@ def curves(failures: list[Failure], start: float, end: float, num_nodes: int, no
 
 
 def _gaps(hours: list[float], start: float, end: float) -> survival.Curve:
-    times = [start, *sorted(hours)]
+    times = rates.from_start(sorted(hours), start)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return survival.kaplan_meier([*gaps, end - times[-1]], [True] * len(gaps) + [False])
 

@@ -110,6 +110,10 @@ class JobStory(msgspec.Struct, kw_only=True):
     frontier: int = 0
     state: str = ""
     reason: str = ""
+    base: int | None = None
+    """Step from which the first generation went on."""
+    productive_seconds: float = 0.0
+    """Of the steps that the lineage still has."""
     passed: set[tuple[int, str, str]] = set()
     """(generation, node, phase) that were seen: a node's first word counts."""
     save_seconds: list[float] = []
@@ -153,7 +157,8 @@ def _device(entry: Entry, rank: int, node: Node | None) -> str:
 def words(entry: Entry) -> str:
     """An entry in one line."""
     verdict = entry.data.get("verdict", {})
-    more = "; ".join(str(item) for item in verdict.get("evidence", [])[:3])
+    told = (str(item) for item in verdict.get("evidence", []))
+    more = "; ".join([item for item in told if item not in entry.text][:3])
     if entry.kind == "output_kept":
         lines = [line for line in str(entry.data.get("text", "")).splitlines() if line.strip()]
         return f"{entry.data.get('kind', 'output')} of rank {entry.data.get('rank', '?')}: {(lines or [''])[0]}"[:240]

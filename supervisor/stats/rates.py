@@ -35,6 +35,11 @@ def poisson_rate(count: int, exposure: float) -> Rate:
     return Rate(count / exposure, lower / exposure, upper / exposure, one_sided / exposure, count, exposure)
 
 
+def from_start(hours: list[float], start: float) -> list[float]:
+    """The ascending instants between which gaps are taken: from the start on, unless a failure is where the observation begins."""
+    return hours if hours and hours[0] == start else [start, *hours]
+
+
 class Dispersion(msgspec.Struct, frozen=True):
     """Are failures more bunched than a Poisson process would be?"""
 

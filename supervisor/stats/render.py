@@ -74,7 +74,9 @@ def _summary(document: Document) -> list[str]:
         f"rate          {rate['point']:.4g} per GPU-hour (95 %: {rate['lower95']:.3g} to {rate['upper95']:.3g})",
         f"MTBF          {_number(mtbf['point'], ' h')} (95 %: {_number(mtbf['lower95'])} to {_number(mtbf['upper95'])}), {mtbf['scope']}",
     ]
-    if weibull["shape"] is not None:
+    if weibull["shape"] is not None and weibull["shape"] > fits.TOO_REGULAR:
+        lines.append(f"{'gaps':<14}{weibull['verdict'].removeprefix('gaps are ')}: no fit is shown")
+    elif weibull["shape"] is not None:
         lines.append(
             f"gaps          Weibull shape {weibull['shape']:.3g} (95 %: {weibull['shape_lower95']:.3g} to {weibull['shape_upper95']:.3g}),"
             f" scale {weibull['scale_hours']:.4g} h"
@@ -91,8 +93,15 @@ def _summary(document: Document) -> list[str]:
 def _time_lines(document: Document) -> list[str]:
     """Lost time, MTTD and MTTR, the best interval, age."""
     goodput, lines = document["goodput"], list[str]()
+    used = goodput.get("measured")
+    if used is not None:
+        lines.append(
+            f"goodput       {used.goodput:.3f}: {used.lineage_steps} steps of the lineage x {used.best_gpu_seconds_per_step:.4g} GPU-s at best,"
+            f" of {used.reserved_gpu_seconds:.5g} GPU-s reserved; ETTR {used.ettr:.3f} with start-up"
+        )
     if goodput["ettr"] is not None:
-        lines.append(f"lost          {goodput['lost_hours']:.4g} h = {goodput['lost_gpu_hours']:.6g} GPU-hours, ETTR {goodput['ettr']:.3f}")
+        ettr = f", ETTR {goodput['ettr']:.3f}" if used is None else " in incidents"
+        lines.append(f"lost          {goodput['lost_hours']:.4g} h = {goodput['lost_gpu_hours']:.6g} GPU-hours{ettr}")
     if goodput["cost"] is not None:
         lines.append(f"cost          {goodput['cost']:,.2f} at {goodput['price_per_gpu_hour']:g} per GPU-hour")
     for label, name in (("MTTD", "detect"), ("MTTR", "recover"), ("per incident", "lost")):
@@ -118,6 +127,8 @@ def _time_lines(document: Document) -> list[str]:
 
 def _table_text(document: Document) -> list[str]:
     failures = document["failures"]
+    if not failures["by_category"]:
+        return ["no unplanned failure"]
     rows = [f"{'category':<32}{'failures':>9}{'share':>9}{'lost GPU-h':>14}"]
     for name, count in failures["by_category"].items():
         share = 100 * failures["share_by_category"][name]
@@ -140,7 +151,7 @@ def page(document: Document, title: str) -> str:
         title,
         f"<pre>{html.escape(chr(10).join(_summary(document)))}</pre>{warnings}"
         f"<h2>Failures by category</h2>{charts.bars(failures['by_category'], label='failures by category')}"
-        f"<h2>Failures over time</h2>{_cumulative(document)}"
+        f"{_durations(document)}<h2>Failures over time</h2>{_cumulative(document)}"
         f"<h2>By component</h2>{charts.table(('component', 'failures', 'share'), rows)}"
         f"{_survival(document)}<h2>At other sizes</h2><p class=soft>If failures scale with GPUs; switches and storage do not.</p>{_sizes(document)}"
         f"{incident_text.page(document)}",
@@ -171,7 +182,28 @@ def _steps(curve: Document, name: str = "survival") -> list[tuple[float, float]]
     for hour, share in zip(curve["hours"], curve[name], strict=True):
         points += [(hour, value), (hour, share)]
         value = share
-    return points
+    return [*points, (curve["last_hours"], value)]
+
+
+_DURATIONS = {"detect_seconds": "until noticed", "recover_seconds": "until training again", "lost_seconds": "lost in all"}
+
+
+def _durations(document: Document) -> str:
+    """Share of incidents that took no longer than so many seconds, and what they cost by category."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for key, name in _DURATIONS.items():
+        known = sorted(item[key] for item in document["incidents"] if item[key] is not None and not item["planned"])
+        if known and known[-1] > 0:
+            steps = [point for rank, value in enumerate(known) for point in ((value, rank / len(known)), (value, (rank + 1) / len(known)))]
+            series[name] = [(0.0, 0.0), *steps]
+    if not series:
+        return ""
+    lost = {name: round(hours, 4) for name, hours in document["failures"]["lost_gpu_hours_by_category"].items() if hours}
+    weighted = f"<h2>Lost GPU-hours by category</h2>{charts.bars(lost, label='lost GPU-hours by category')}" if lost else ""
+    return (
+        f"{weighted}<h2>How long incidents took</h2><p class=soft>Share of incidents that took no longer.</p>"
+        f"{charts.lines(series, label='distribution of durations', x_label='seconds')}"
+    )
 
 
 def _sizes(document: Document) -> str:

@@ -53,6 +53,7 @@ def build(
     spread = rates.dispersion([failure.at_hours for failure in unplanned], start, end)
     lost_hours = sum(failure.lost_seconds for failure in history.failures) / 3600
     warnings = [*history.warnings, *_warnings(history.failures, unplanned, rate, weibull, spread, lost_hours, end - start)]
+    warnings += _window_warnings(history, start_hours, end_hours)
     warnings += _share_warnings(unplanned, printed_shares or {})
     return {
         "exposure_gpu_hours": exposure,
@@ -124,7 +125,7 @@ def _failures(every: tuple[Failure, ...], unplanned: list[Failure], gpus: int) -
 
 
 def _weibull(unplanned: list[Failure], start: float, end: float) -> fits.WeibullFit | None:
-    times = [start, *(failure.at_hours for failure in unplanned)]
+    times = rates.from_start([failure.at_hours for failure in unplanned], start)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return fits.fit_weibull(gaps, [end - times[-1]])
 
@@ -239,7 +240,9 @@ def _warnings(
             f"but at most {rate.upper95_one_sided:.3g} per GPU-hour (95 %)"
         )
     elif len(unplanned) < SMALL_SAMPLE:
-        found.append(f"only {len(unplanned)} unplanned failures: intervals are wide and shares say little")
+        found.append(
+            f"only {len(unplanned)} unplanned failure{'s' if len(unplanned) > 1 else ''}: intervals are wide and shares say little"
+        )
     if len(every) > len(unplanned):
         found.append(f"{len(every) - len(unplanned)} planned stops are not in the rate")
     if spread is not None and spread.over_dispersed:
@@ -252,6 +255,18 @@ def _warnings(
     if lost_hours > span_hours:
         found.append(f"lost time of {lost_hours:.1f} h is longer than the window of {span_hours:.1f} h: incidents overlap or rows repeat")
     return found
+
+
+def _window_warnings(history: History, start: float | None, end: float | None) -> list[str]:
+    """A window that the failures themselves bound holds one failure more than its length says."""
+    if not history.failures:
+        return []
+    begins = start is None and bool(history.start_at)
+    what = [name for name, guessed in (("begins with the first", begins), ("ends with the last", end is None)) if guessed]
+    flags = [name for name, guessed in (("--start", begins), ("--end", end is None)) if guessed]
+    if not what:
+        return []
+    return [f"the window {' and '.join(what)} failure, so the rate is too high: give {' and '.join(flags)} of the observation"]
 
 
 def _share_warnings(unplanned: list[Failure], printed: dict[str, float]) -> list[str]:

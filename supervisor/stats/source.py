@@ -21,6 +21,9 @@ from regrow.supervisor.stats.story import Story, seconds_lost
 
 _ARCHIVES = ("journal.sqlite", "supervisor/journal.sqlite", "*/supervisor/journal.sqlite")
 
+_LEAST_STEPS = 5
+"""Fewer steps of a mesh do not say how fast it is."""
+
 
 class Source(msgspec.Struct, kw_only=True):
     """A history, and what a journal knows beyond it."""
@@ -36,6 +39,42 @@ class Source(msgspec.Struct, kw_only=True):
     end_at: float = 0.0
     node_hours: dict[str, float] = {}
     """Age of each node at the end of the observation, failed or not."""
+    measured: Measured | None = None
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a journal's steps say of the use of the GPUs."""
+
+    goodput: float
+    """lineage_steps x best_gpu_seconds_per_step / reserved_gpu_seconds"""
+    lineage_steps: int
+    best_gpu_seconds_per_step: float
+    """The best median step x workers of all generations."""
+    reserved_gpu_seconds: float
+    """Slots of all nodes from their first word on: spares, idle, quarantined and lost ones included."""
+    ettr: float
+    """Time of the lineage's steps over wall time: start-up counts as lost."""
+
+
+def measure(story: Story, job: JobStory, start: float, end: float) -> Measured | None:
+    """Goodput and ETTR as the supervisor defines them; None before a mesh has shown its speed."""
+    times: dict[int, list[float]] = {}
+    for step in job.steps:
+        if step.seconds > 0:
+            times.setdefault(step.generation, []).append(step.seconds)
+    worlds = {item.number: item.world_size for item in job.generations}
+    known = [statistics.median(found) * worlds[number] for number, found in times.items() if len(found) >= _LEAST_STEPS]
+    reserved = sum(node.slots * (end - max(start, node.first_joined_at)) for node in story.nodes.values())
+    steps = job.frontier - (job.base or 0)
+    if not known or reserved <= 0 or end <= start or steps < 1:
+        return None
+    return Measured(
+        goodput=min(1.0, steps * min(known) / reserved),
+        lineage_steps=steps,
+        best_gpu_seconds_per_step=min(known),
+        reserved_gpu_seconds=reserved,
+        ettr=min(1.0, job.productive_seconds / (end - start)),
+    )
 
 
 def load(path: Path, job: str = "") -> Source:
@@ -97,6 +136,7 @@ def of_entries(entries: Iterable[Entry], *, job: str, name: str) -> Source:
         end_hours=(end - start) / 3600,
         job=chosen,
         end_at=end,
+        measured=measure(story, chosen, start, end),
         node_hours={node.name: max(0.0, end - node.first_joined_at) / 3600 for node in story.nodes.values()},
     )
 

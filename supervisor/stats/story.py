@@ -165,7 +165,7 @@ def _recorded(story: Story, job: JobStory, entry: Entry) -> None:
     if job.generations and entry.generation <= job.generations[-1].number:  # another life of a job of this name
         for case in job.cases[-1:]:
             case.incident = _change(case.incident, closed=True)
-        job.frontier = 0
+        job.frontier, job.base, job.productive_seconds = 0, None, 0.0
     story.seed(job, entry, after=entry.generation, restored=restored)
     _end_generation(job, entry.at, "replaced")
     mesh = str(data.get("mesh", ""))
@@ -181,7 +181,16 @@ def _recorded(story: Story, job: JobStory, entry: Entry) -> None:
             restore_step=restored if restore else None,
         )
     )
+    job.base = restored if job.base is None else job.base
+    _roll_back(job, restored)
     job.passed, job.frontier, job.state = set(), restored, ""
+
+
+def _roll_back(job: JobStory, restored: int) -> None:
+    """What the lineage loses is no productive time any more: at the mean of its steps."""
+    done = job.frontier - (job.base or 0)
+    if done > 0:
+        job.productive_seconds *= max(0, restored - (job.base or 0)) / done if restored < job.frontier else 1.0
 
 
 def _in_store(_story: Story, job: JobStory, entry: Entry) -> None:
@@ -212,8 +221,10 @@ def _step(_story: Story, job: JobStory, entry: Entry) -> None:
             return
         current.first_step_at = current.first_step_at or entry.at
         current.last_step = step
+    seconds = float(entry.data.get("step_seconds", 0.0))
+    job.productive_seconds += seconds * max(0, step - job.frontier)
     job.frontier = max(job.frontier, step)
-    job.steps.append(Step(step, entry.at, entry.data.get("loss"), float(entry.data.get("step_seconds", 0.0)), entry.generation))
+    job.steps.append(Step(step, entry.at, entry.data.get("loss"), seconds, entry.generation))
     if len(job.steps) > _STEPS:
         job.steps[: _STEPS // 2] = job.steps[: _STEPS // 2 : 2]
     for case in (*job.cases[-1:], *job.changes[-1:]):

@@ -25,6 +25,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     num_failures: int
     median_hours: float | None
     """First time at which half have failed; None when that was not seen."""
+    last_hours: float = 0.0
+    """Longest time that a unit was observed: so far the curve reaches."""
 
 
 def kaplan_meier(durations: list[float], failed: list[bool]) -> Curve:
@@ -69,6 +71,7 @@ def kaplan_meier(durations: list[float], failed: list[bool]) -> Curve:
         num_units=len(durations),
         num_failures=sum(failed),
         median_hours=median,
+        last_hours=max(durations, default=0.0),
     )
 
 

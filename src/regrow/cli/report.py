@@ -66,6 +66,7 @@ def report(
         node_hours=found.node_hours,
         costs=costs,
     )
+    document["goodput"]["measured"] = found.measured
     document["journal_incidents"] = sources.incidents(found)
     title = f"Failures: {found.name}"
     for target, content in ((html, render.page(document, title)), (markdown, render.markdown(document, title))):
