@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_the_source_archive_builds_the_same_package(built: Path) -> None:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"pyproject.toml", "README.md", "CHANGELOG.md", *(f"{part}/__init__.py" for part in PARTS)} <= names
     assert not [name for name in names if name.startswith(("tests/", "runs/", ".venv/"))]
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Names of packages, as registries compare them."""
+    found = (re.match(r"[A-Za-z0-9._-]+", line.strip()) for line in requirements if line.strip() and not line.startswith("#"))
+    return {re.sub(r"[-_.]+", "-", match[0]).lower() for match in found if match is not None}
+
+
+def test_what_is_installed_for_development_is_what_is_declared_and_has_a_locked_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = names(project["dependency-groups"]["dev"])
+    assert names((ROOT / "tools" / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()) == declared - {"grpcio-tools"}
+    extras = project["project"]["optional-dependencies"]
+    needed = declared | names([*project["project"]["dependencies"], *extras["train"], *extras["security"], *extras["objects"]])
+    locked = (ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert needed - names(locked) - {"grpcio-tools"} == set()
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+", line) for line in locked if not line.startswith("#"))
 
 
 @pytest.mark.slow
