@@ -14,10 +14,12 @@ import pytest
 import yaml
 
 from regrow.agent.config import AgentSettings
+from regrow.supervisor.actuators.config import ActuatorConfig
+from regrow.supervisor.actuators.kubernetes import EFFECTS
 from regrow.supervisor.config import SupervisorConfig
 
 ROOT = Path(__file__).parents[2] / "deploy" / "kubernetes"
-FORMS = ("daemonset", "statefulset")
+FORMS = ("daemonset", "statefulset", "taints")
 VERSIONS = ("1.30", "1.33", "1.36")
 
 
@@ -55,8 +57,9 @@ def test_the_validator_would_notice() -> None:
 
 
 def broken_rules(pod: dict[str, Any]) -> list[str]:
-    """The policy: what an auditor asks of a pod."""
-    found = [] if pod.get("automountServiceAccountToken") is False else ["mounts an API token"]
+    """The policy: what an auditor asks of a pod. Only a supervisor that taints nodes has a token of the API."""
+    taints = any(entry["name"] == "REGROW_ACTUATORS_USE" for container in pod["containers"] for entry in container["env"])
+    found = [] if pod.get("automountServiceAccountToken") is taints else ["mounts an API token"]
     context = pod.get("securityContext", {})
     found += [] if context.get("runAsNonRoot") and context.get("runAsUser", 0) >= 1000 else ["may run as root"]
     found += [] if context.get("seccompProfile", {}).get("type") == "RuntimeDefault" else ["no seccomp profile"]
@@ -92,6 +95,7 @@ def test_settings_and_secrets_fit_the_daemons(form: str) -> None:
     fields = {
         "SUPERVISOR": set(SupervisorConfig.__dataclass_fields__),
         "AGENT": set(AgentSettings.__dataclass_fields__),
+        "ACTUATORS": set(ActuatorConfig.__dataclass_fields__),
     }
     names = [name for item in of_kind(form, "ConfigMap") for name in item["data"]]
     names += [entry["name"] for pod in pods(form) for container in pod["containers"] for entry in container["env"]]
@@ -124,9 +128,38 @@ def test_the_stop_limit_leaves_time_for_a_save(form: str) -> None:
     assert agent["terminationGracePeriodSeconds"] > AgentSettings().notice_seconds + 30
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["daemonset", "statefulset"])
 def test_accounts_have_no_rights(form: str) -> None:
     assert not of_kind(form, "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_comes_in_that_is_not_named(form: str) -> None:
     assert all(item["automountServiceAccountToken"] is False for item in of_kind(form, "ServiceAccount"))
     denied = [item for item in of_kind(form, "NetworkPolicy") if item["spec"]["podSelector"] == {} and "ingress" not in item["spec"]]
     assert len(denied) == 1
+
+
+def test_the_form_with_taints_may_do_just_that_and_begins_as_a_dry_run() -> None:
+    assert [item["rules"] for item in of_kind("taints", "ClusterRole")] == [
+        [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
+    ]
+    bound = of_kind("taints", "ClusterRoleBinding")[0]
+    assert bound["subjects"] == [{"kind": "ServiceAccount", "name": "regrow-supervisor", "namespace": "regrow"}]
+    supervisor = next(pod for pod in pods("taints") if pod["containers"][0]["name"] == "supervisor")
+    values = {entry["name"]: entry.get("value") for entry in supervisor["containers"][0]["env"]}
+    assert (values["REGROW_ACTUATORS_MODE"], values["REGROW_ACTUATORS_USE"]) == ("dry-run", "kubernetes")
+    agent = next(pod for pod in pods("taints") if pod["containers"][0]["name"] == "agent")
+    own = [item for item in agent["tolerations"] if item["key"] == ActuatorConfig().kubernetes_taint]
+    assert own == [{"key": "regrow/quarantined", "operator": "Exists"}], f"every effect of {EFFECTS} is tolerated"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_three_supervisors_on_three_hosts_are_stopped_one_at_a_time(form: str) -> None:
+    supervisor = of_kind(form, "Deployment")[0]["spec"]
+    assert supervisor["replicas"] == 3
+    assert supervisor["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    spread = supervisor["template"]["spec"]["topologySpreadConstraints"][0]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"], spread["maxSkew"]) == ("kubernetes.io/hostname", "DoNotSchedule", 1)
+    budgets = {item["metadata"]["name"]: item["spec"]["maxUnavailable"] for item in of_kind(form, "PodDisruptionBudget")}
+    assert budgets["regrow-supervisor"] == 1
