@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
-    "bfloat16": (np.uint16, 0x7F80),
-    "float8_e5m2": (np.uint8, 0x7C),
-    "float8_e4m3fn": (np.uint8, 0x7F),
+_MAGNITUDES: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
+    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
+    "float8_e5m2": (np.uint8, 0x7F, 0x7C),
+    "float8_e4m3fn": (np.uint8, 0x7F, 0x7F),
 }
-"""Types that NumPy does not have: all of these bits set means not finite (e4m3fn has a NaN and no infinity)."""
+"""Types that NumPy does not have: the bits without the sign, and the least of them that is not finite (e4m3fn has a NaN and no
+infinity)."""
 
 _NATIVE = {"float16": np.float16, "float32": np.float32, "float64": np.float64, "complex64": np.float32, "complex128": np.float64}
 
@@ -24,10 +25,10 @@ def is_finite(dtype: str, data: memoryview) -> bool:
     native = _NATIVE.get(dtype)
     if native is not None:
         return bool(np.isfinite(np.frombuffer(data, native)).all())
-    if dtype not in _EXPONENTS:
+    if dtype not in _MAGNITUDES or not len(data):
         return True
-    kind, mask = _EXPONENTS[dtype]
-    return not bool(((np.frombuffer(data, kind) & kind(mask)) == mask).any())
+    kind, mask, least = _MAGNITUDES[dtype]
+    return bool((np.frombuffer(data, kind) & kind(mask)).max() < least)
 
 
 def is_checked(name: str) -> bool:
