@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from regrow.errors import ConfigurationError
+from regrow.errors import ConfigurationError, OperationalError
 
 log = logging.getLogger("regrow.supervisor.archive")
 
@@ -116,6 +116,40 @@ class Archive:
                 if self._stopping.is_set():
                     return
                 self._more.wait()
+
+
+def entries(url: str, cluster: str, job: str = "") -> list[Any]:
+    """Bodies of all entries of a cluster, of all its supervisors, in order: term by term, and as they were written within one.
+
+    Args:
+        job: only of this job, and those that belong to no job (nodes, leaders); empty: all.
+
+    Raises:
+        ConfigurationError: no PostgreSQL URL, no driver, or no archive in this database.
+        OperationalError: the server does not answer, or refuses.
+    """
+    psycopg = driver(url)
+    question = "select body from regrow_events where cluster = %s and (%s = '' or job in (%s, '')) order by epoch, id, journal"
+    try:
+        with psycopg.connect(url, connect_timeout=_CONNECT_SECONDS, autocommit=True) as server:
+            rows = server.execute(question, (cluster, job, job)).fetchall()
+    except psycopg.errors.UndefinedTable as error:
+        raise ConfigurationError(
+            "holds no journal", where=without_password(url), hint="give the URL of the supervisors' --archive"
+        ) from error
+    except psycopg.Error as error:
+        told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OperationalError(
+            f"does not answer: {told}", where=without_password(url), hint="check address, user and PGPASSFILE"
+        ) from error
+    return [row[0] for row in rows]
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    scheme, _, rest = url.partition("://")
+    user, at, place = rest.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}{at}{place}"
 
 
 def journal_name(outbox: sqlite3.Connection) -> str:

@@ -110,6 +110,24 @@ def _archived(path: Path) -> list[Entry]:
         raise ConfigurationError(f"is not a journal: {error}", where=str(path), hint="give <state>/journal.sqlite") from error
 
 
+def of_archive(url: str, cluster: str, job: str = "") -> Source:
+    """A job's history from the PostgreSQL archive: the journals of all leaders as one.
+
+    Raises:
+        ConfigurationError: no archive there, or it has no entries of the cluster or of the job.
+        OperationalError: the server does not answer.
+    """
+    from regrow.supervisor import archive
+
+    bodies = archive.entries(url, cluster, job)
+    if not bodies:
+        raise ConfigurationError(
+            f"has no entries of cluster {cluster!r}", where=archive.without_password(url), hint="name it with --cluster"
+        )
+    found = [msgspec.structs.replace(msgspec.convert(body, Entry), id=number) for number, body in enumerate(bodies, 1)]
+    return of_entries(found, job=job, name=f"archive of {cluster}")
+
+
 def of_entries(entries: Iterable[Entry], *, job: str, name: str) -> Source:
     """A job's history as the journal tells it.
 

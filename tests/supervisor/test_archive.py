@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -154,6 +155,54 @@ def test_two_journals_share_an_archive(tmp_path: Path, server: Server) -> None:
         sender.wake()
         sender.close(DEADLINE)
     assert server.query("select count(*), count(distinct journal) from regrow_events") == [(6, 2)]
+
+
+def tell_a_run(folder: Path, server: Server) -> None:
+    """A job over a change of leader: each of two supervisors has a journal of its own, with ids of its own."""
+    clock = 1_700_000_000.0
+    for epoch, steps in ((1, range(1, 11)), (2, range(11, 21))):
+        (folder / f"s{epoch}").mkdir()
+        journal, sender = begin(folder / f"s{epoch}", server)
+
+        def put(
+            kind: str, at: float, *, node: str = "", job: str = "", journal: Journal = journal, epoch: int = epoch, **data: Any
+        ) -> None:
+            journal.write(epoch=epoch, at=at, kind=kind, job=job, node=node, generation=1 if job else 0, data=data)
+
+        put("leader_started", clock, version="0")
+        if epoch == 1:
+            put("node_joined", clock, node="n0", slots=2, devices=[])
+            put("record_generation", clock, job="train", mesh="dp=2", num_nodes=1, restore=None)
+            put("record_generation", clock, job="other", mesh="dp=2", num_nodes=1, restore=None)
+        for step in steps:
+            clock += 1.0
+            put("steps_completed", clock, job="train", step=step, step_seconds=1.0, loss=0.5)
+        journal.close()
+        sender.wake()
+        sender.close(DEADLINE)
+
+
+def test_a_report_of_the_archive_is_of_all_leaders(tmp_path: Path, server: Server) -> None:
+    server.start()
+
+    def report(*words: str) -> tuple[int, Any]:
+        argv = [sys.executable, "-m", "regrow", "report", *words, "--json"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE)
+        return done.returncode, json.loads(done.stdout)
+
+    code, document = report(server.url, "--cluster", "c", "--job", "train")
+    assert (code, document["error"]["what"]) == (2, "holds no journal")
+    tell_a_run(tmp_path, server)
+    code, document = report(server.url, "--cluster", "c", "--job", "train")
+    assert code == 0, document
+    assert document["goodput"]["measured"]["lineage_steps"] == 20
+    assert document["goodput"]["measured"]["ettr"] == pytest.approx(1.0)
+    code, document = report(server.url, "--cluster", "d")
+    assert (code, document["error"]["what"]) == (2, "has no entries of cluster 'd'")
+    code, document = report("postgresql://me:secret@127.0.0.1:1/x")
+    assert code == 1
+    assert document["error"]["where"] == "postgresql://me@127.0.0.1:1/x", "a password is not shown"
+    assert report("mysql://x/y")[0] == 2
 
 
 def test_wrong_url_is_said_before_anything_is_done(tmp_path: Path) -> None:

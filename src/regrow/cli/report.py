@@ -24,7 +24,11 @@ def register(app: typer.Typer) -> None:
 
 def report(
     source: Annotated[
-        str, typer.Argument(metavar="JOB|PATH", help="CSV or JSON of failures, a run folder, a journal.sqlite, or a running job.")
+        str,
+        typer.Argument(
+            metavar="JOB|PATH|URL",
+            help="CSV or JSON of failures, a run folder, a journal.sqlite, postgresql://… (--archive), or a running job.",
+        ),
     ],
     gpus: Annotated[int, typer.Option(help="GPUs observed (a journal knows).")] = 0,
     start: Annotated[str, typer.Option(help="Start of the observation: hours, or an ISO instant.")] = "",
@@ -48,7 +52,7 @@ def report(
     from regrow.supervisor.stats import report as statistics
     from regrow.supervisor.stats import source as sources
 
-    found = sources.load(Path(source), job) if _is_path(source) else _live(source, supervisor, store, cluster)
+    found = _find(source, job, supervisor, store, cluster)
     gpus = gpus or found.gpus
     if gpus < 1:
         raise ConfigurationError("the number of GPUs observed is needed for a rate", where="--gpus", hint="for example --gpus 16384")
@@ -73,6 +77,17 @@ def report(
         if target:
             _write(target, content)
     emit(document, as_json=as_json, human=lambda: _print(render.text(document)))
+
+
+def _find(source: str, job: str, supervisor: str, store: str, cluster: str) -> Source:
+    """Whatever `source` names."""
+    from regrow.supervisor.stats import source as sources
+
+    if source.startswith(("postgresql://", "postgres://")):
+        return sources.of_archive(source, cluster, job)
+    if "://" in source:
+        raise ConfigurationError(f"{source!r} is not a PostgreSQL URL", where="regrow report", hint="postgresql://USER@HOST:PORT/DATABASE")
+    return sources.load(Path(source), job) if _is_path(source) else _live(source, supervisor, store, cluster)
 
 
 def _is_path(source: str) -> bool:
