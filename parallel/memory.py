@@ -27,6 +27,10 @@ CONTEXT_BYTES = 1.0e9
 FRAGMENTATION = 0.03
 """Share of state and activations that the allocator cannot use. Ours."""
 
+LOGITS_BYTES = 12.0
+"""Per token and vocabulary entry at the peak of the loss's backward pass, as eager torch holds it in fp32: log-probabilities,
+their gradient, and that of the logits (tests/parallel/test_torch_memory.py). A fused or chunked loss needs less."""
+
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes per parameter of each part of the model state."""
@@ -301,7 +305,7 @@ def _stage(model: Model, layers: tuple[int, ...], stage: int, setup: Setup) -> _
         prefetch,
         8.0 * tokens * model.hidden / outer if setup.pp > 1 else 0.0,
         2.0 * tokens * model.hidden / outer if stage == 0 else 0.0,
-        8.0 * tokens * shape.padded_vocab(model.vocab, tp) / tp if last else 0.0,  # fp32 logits and their gradient
+        LOGITS_BYTES * tokens * shape.padded_vocab(model.vocab, tp) / tp if last else 0.0,
         repeated,
         setup.fragmentation * (weights + gradients + optimizer + kept),
     )
