@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     group.command("ca", help="Make an authority: ca.pem and ca.key.")(_ca)
     group.command("renew-ca", help="A new authority; the older ones stay trusted until --forget-old.")(_renew_ca)
     group.command("issue", help="Make or renew the certificate of a node, supervisor, etcd member or etcd client.")(_issue)
+    group.command("revoke", help="No certificate of this name is trusted any more, once ca.pem is copied to every host.")(_revoke)
     group.command("show", help="All certificates of a folder; exit 3 when one ends within two weeks, 1 when one has ended.")(_show)
     group.command("token", help="Make or replace an operator's token; it is printed once, the file keeps its digest.")(_token)
     app.add_typer(group, name="certs")
@@ -80,11 +81,22 @@ def _issue(
     _say({"certificate": str(certificate), "key": str(key)}, f"{certificate}\n{key}", as_json=as_json)
 
 
+def _revoke(
+    name: Annotated[str, typer.Argument(help="Name of the node, supervisor, member or user.")], folder: Folder, as_json: Json = False
+) -> None:
+    count = _certificates().revoke(folder, name)
+    text = f"{count} certificates of {name} revoked: copy {folder / 'ca.pem'} to every host; `regrow node cordon` for what is connected"
+    _say({"name": name, "revoked": count}, text, as_json=as_json)
+
+
 def _show(folder: Folder, as_json: Json = False) -> None:
     found = _certificates().summaries(folder)
-    lines = [f"{one.days_left:8.1f} days  {one.file:<24} {one.subject}  {' '.join(one.names)}".rstrip() for one in found]
+    lines = [
+        f"{one.days_left:8.1f} days  {one.file:<24} {'REVOKED ' if one.revoked else ''}{one.subject}  {' '.join(one.names)}".rstrip()
+        for one in found
+    ]
     emit({"certificates": found}, as_json=as_json, human=lambda: typer.echo("\n".join(lines or ["none"])))
-    least = min((one.days_left for one in found), default=_CA_DAYS)
+    least = min((one.days_left for one in found if not one.revoked), default=_CA_DAYS)
     raise typer.Exit(1 if least <= 0 else 3 if least < _WARN_DAYS else 0)
 
 

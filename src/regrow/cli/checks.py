@@ -39,19 +39,30 @@ class Check(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-def run_all(*, members: int = 1, deadline_seconds: float = 10.0) -> list[Check]:
+def run_all(*, members: int = 1, deadline_seconds: float = 10.0, store: str = "") -> list[Check]:
     """All checks, in the order in which people need them. Bounded: the slowest is the GPU probe with its deadline."""
+    from regrow.cli import checks_deploy as deploy
+
     single: tuple[Callable[[], Check], ...] = (python, torch, lambda: etcd(members), compiler)
     machine: tuple[Callable[[], Check], ...] = (
         shared_memory,
         open_files,
+        deploy.processes,
+        deploy.locked_memory,
         disk,
+        deploy.direct_io,
         ports,
+        deploy.known_ports,
+        deploy.own_name,
         cgroup,
         lambda: gpus(deadline_seconds),
         kernel_log,
         clock,
         certificates,
+        lambda: deploy.store(store),
+        deploy.systemd,
+        deploy.slurm,
+        deploy.kubernetes,
         cluster_tools,
     )
     return [check() for check in (*single, *machine)]
@@ -221,7 +232,8 @@ def clock() -> Check:
     return Check("clock", "ok", f"synchronised, offset {abs(offset or 0.0) * 1e3:.1f} ms")
 
 
-_TOOLS = {"systemctl": "systemd", "sbatch": "Slurm", "kubectl": "Kubernetes", "etcdctl": "etcd backup"}
+_TOOLS = {"sbatch": "Slurm jobs", "etcdctl": "etcd backup", "buildah": "container images"}
+"""Programs that only some forms want. systemd, Slurm and Kubernetes have checks of their own."""
 
 
 def certificates() -> Check:

@@ -22,11 +22,12 @@ def register(app: typer.Typer) -> None:
     def _doctor(
         members: Annotated[int, typer.Option("--etcd-members", min=1, help="Judge the etcd binary for a cluster of so many.")] = 1,
         deadline: Annotated[float, typer.Option("--deadline", min=0.1, help="Seconds after which a silent GPU driver is hung.")] = 10.0,
+        store: Annotated[str, typer.Option(help="Store URL: does it answer?", envvar="REGROW_STORE")] = "",
         as_json: Json = False,
     ) -> None:
         from regrow.cli import checks
 
-        found = checks.run_all(members=members, deadline_seconds=deadline)
+        found = checks.run_all(members=members, deadline_seconds=deadline, store=store)
         code = checks.exit_code(found)
         answer = {0: "this machine can run Regrow", 3: "this machine can run Regrow, with limits", 1: "this machine cannot run Regrow yet"}[
             code

@@ -34,8 +34,8 @@ def ls(supervisor: remote.Address = "", store: remote.StoreUrl = "", cluster: re
 def show(
     node: Name, supervisor: remote.Address = "", store: remote.StoreUrl = "", cluster: remote.Cluster = "local", as_json: Json = False
 ) -> None:
-    """One node: health, quarantine, what it runs."""
-    document = remote.get(remote.find(supervisor, store, cluster), f"/v1/nodes/{node}")
+    """One node: health, quarantine, what it runs, what its GPUs read now."""
+    document = remote.get(remote.find(supervisor, store, cluster), f"/v1/nodes/{node}", readings=1)
     emit(document, as_json=as_json, human=lambda: _details(document))
 
 
@@ -96,3 +96,26 @@ def _details(node: dict[str, Any]) -> None:
         for slot, uuid in enumerate(node["devices"] or ["-"] * node["slots"])
     ]
     screen.print(tables.table(("#slot", "GPU", "runs", ""), rows))
+    reads = node.get("readings") or {"gpus": {}, "problem": ""}
+    for slot, uuid in enumerate(node["devices"]):
+        if uuid in reads["gpus"]:
+            tables.indented(screen, f"GPU {slot}: {_reads(reads['gpus'][uuid])}")
+    if node["devices"] and reads["problem"]:
+        tables.indented(screen, f"no readings: {reads['problem']}")
+
+
+def _reads(found: dict[str, float]) -> str:
+    """Temperature, memory, power and load of a GPU, as far as it tells them."""
+    parts: list[str] = []
+    if "temperature_celsius" in found:
+        limit = f" (slows down at {found['slowdown_celsius']:.0f})" if "slowdown_celsius" in found else ""
+        parts.append(f"{found['temperature_celsius']:.0f} °C{limit}")
+    if "memory_used_bytes" in found and "memory_bytes" in found:
+        parts.append(f"{found['memory_used_bytes'] / 2**30:.1f} of {found['memory_bytes'] / 2**30:.1f} GiB")
+    if "power_watts" in found:
+        parts.append(f"{found['power_watts']:.0f} W")
+    if "busy_ratio" in found:
+        parts.append(f"{100 * found['busy_ratio']:.0f} % busy")
+    if found.get("lost") == 1:
+        parts.append("lost to the driver")
+    return ", ".join(parts) or "nothing"

@@ -81,7 +81,9 @@ def plan(
     placement: Annotated[bool, typer.Option("--placement", help="Ranks on nodes, buddies.", rich_help_panel=_ASK)] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of the best plan.", rich_help_panel=_ASK)] = None,
     picture: Annotated[str, typer.Option(help="mesh, schedule or regime (batch x chips).", rich_help_panel=_ASK)] = "mesh",
-    calibrate: Annotated[Path | None, typer.Option(help="JSON of measured meshes: [{mesh, step_seconds}].", rich_help_panel=_ASK)] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Run folder, or JSON of measured meshes: [{mesh, step_seconds}].", rich_help_panel=_ASK)
+    ] = None,
     critical_batch: Annotated[int | None, typer.Option(help="Batch beyond which samples buy little.", rich_help_panel=_ASK)] = None,
     rate_per_gpu_hour: Annotated[float | None, typer.Option(help="Failures a GPU and hour: MTBF, spares.", rich_help_panel=_ASK)] = None,
     repair_hours: Annotated[float, typer.Option(help="Until a lost node is replaced.", rich_help_panel=_ASK)] = 1.0,
@@ -92,13 +94,16 @@ def plan(
 ) -> None:
     """Legal and best meshes for an inventory, and after losing nodes. A forced mesh is judged."""
     flags: dict[str, Any] = dict(locals())
-    from regrow.cli import plan_document, plan_extras, plan_inputs, plan_text
+    from regrow.cli import plan_document, plan_extras, plan_inputs, plan_run, plan_text
     from regrow.parallel import planner
 
+    run = plan_run.read(calibrate) if calibrate is not None and plan_run.is_run(calibrate) else None
+    taken = [plan_run.fill(flags, run)] if run is not None else []
     whole, notes = plan_inputs.request(flags)
     fit: dict[str, Any] | None = None
     if calibrate is not None:
-        whole, fit = plan_extras.calibrated(whole, calibrate)
+        whole, fit = plan_extras.calibrated(whole, calibrate, run)
+    notes = [*taken, *notes]
     request = whole if lose is None else plan_inputs.lose(whole, lose)
     result = planner.plan(request, most=max(1, top))
     document = plan_document.document(request, result, notes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from regrow.cli import plan_document, plan_inputs
+from regrow.cli import plan_document, plan_inputs, plan_run
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.parallel import advise, calibrate, picture, placement, planner, survive
 from regrow.parallel.planner import Plan, Request, Result
@@ -17,11 +17,28 @@ from regrow.parallel.traffic import traffic
 PICTURES = ("mesh", "schedule", "regime")
 
 
-def calibrated(request: Request, path: Path) -> tuple[Request, dict[str, Any]]:
-    """The request with constants fitted to a file of measured meshes, and the fit."""
-    samples = calibrate.read(plan_inputs.read_text(path, "--calibrate"), str(path))
-    found = calibrate.calibrate(request, samples)
-    return msgspec.structs.replace(request, constants=found.constants), msgspec.to_builtins(found)
+def calibrated(request: Request, path: Path, run: plan_run.Run | None = None) -> tuple[Request, dict[str, Any]]:
+    """The request with constants fitted to a run's meshes or a file of measured ones, and the fit. A run's meshes are each judged
+    on an inventory of their own size: it lost nodes and got them back."""
+    samples = list(run.samples) if run is not None else calibrate.read(plan_inputs.read_text(path, "--calibrate"), str(path))
+    if run is None:
+        found = calibrate.calibrate(request, samples)
+    else:
+        found = calibrate.calibrate_all([(_of_size(request, sample.mesh.world_size), sample) for sample in samples])
+    meshes = [
+        {"mesh": str(sample.mesh), "measured_seconds": sample.step_seconds, "predicted_seconds": seconds}
+        | ({"steps": run.steps[index]} if run is not None else {})
+        for index, (sample, seconds) in enumerate(zip(samples, found.predicted, strict=True))
+    ]
+    return msgspec.structs.replace(request, constants=found.constants), msgspec.to_builtins(found) | {"meshes": meshes}
+
+
+def _of_size(request: Request, workers: int) -> Request:
+    """One node of that many GPUs: a mesh that has run needs no leave to."""
+    there = request.inventory
+    node = msgspec.structs.replace(there.nodes[0], gpus=workers)
+    one = msgspec.structs.replace(there, nodes=(node,), nvlink_gpus=max(there.nvlink_gpus, workers))
+    return msgspec.structs.replace(request, inventory=one, recompute=request.recompute or "none", fragmentation=0.0, context_bytes=0.0)
 
 
 def add(document: dict[str, Any], request: Request, result: Result, flags: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ def show(document: Document) -> None:
     there, described = document["inventory"], document["model"]
     sizes = f" ({', '.join(map(str, there['uneven']))} GPUs)" if there["uneven"] else ""
     console.print(
-        f"{described['params'] / 1e9:.4g}B parameters on {there['gpus']} x {there['gpu_type']}"
+        f"{_count(described['params'])} parameters on {there['gpus']} x {there['gpu_type']}"
         f" ({there['gpu_memory_bytes'] / 1e9:g} GB) in {many(there['nodes'], 'node')}{sizes}"
     )
     for note in document["notes"]:
@@ -33,6 +33,10 @@ def show(document: Document) -> None:
     for nearest in document.get("nearest", []):
         console.print(f"  would work: {name(nearest['mesh'])}, ZeRO-{nearest['zero_stage']}, step {nearest['step_seconds']:.4g} s")
     _extras(console, document)
+
+
+def _count(params: float) -> str:
+    return f"{params / 1e9:.4g}B" if params >= 1e8 else f"{params / 1e6:.4g}M"
 
 
 def name(mesh: Document) -> str:
@@ -99,6 +103,11 @@ def _extras(console: Console, document: Document) -> None:
     if "calibration" in document:
         found = document["calibration"]
         console.print(f"calibrated: rank correlation {found['rank_correlation']:.3f}, worst error {found['worst_error']:.0%}")
+        for each in found["meshes"]:
+            behind = f", median of {each['steps']} steps" if "steps" in each else ""
+            seconds = f"measured {each['measured_seconds']:.3g} s, predicted {each['predicted_seconds']:.3g} s"
+            console.print(f"  {each['mesh']}: {seconds}{behind}")
+        console.print("  a run on CPUs calibrates the ranking on CPUs, nothing about GPUs")
 
 
 def _survivors(rows: list[Document]) -> Table:

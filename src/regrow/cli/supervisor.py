@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,7 +58,7 @@ def supervisor(
     }
     loaded, policy, story = settings.load(config, flags)
     orders, more = actuators.load(config)
-    story += more
+    story += [dataclasses.replace(item, field=f"actuators.{item.field}") for item in more]
     if explain:
         rows = [{"field": item.field, "value": item.value, "source": item.source} for item in story]
         emit({"settings": rows}, as_json=as_json, human=lambda: _print(rows))
