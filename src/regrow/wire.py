@@ -557,6 +557,8 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
 
     reason: str
     retry: bool = True
+    leading: bool = True
+    """False: it does not lead. Who does is in the next leader record; until then there is no hurry to ask again."""
 
 
 class Action(_Message, frozen=True, kw_only=True):
