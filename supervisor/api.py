@@ -21,6 +21,7 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core.view import JobView, View
 from regrow.supervisor.effects import Cordon, Members
 from regrow.supervisor.journal import Entry
+from regrow.supervisor.readings import gpu_readings
 from regrow.supervisor.web.feed import Feed
 from regrow.supervisor.web.page import Page
 
@@ -163,14 +164,17 @@ class Routes:
         return _json({"nodes": [documents.node(view, node, self._supervisor.now()) for _, node in sorted(view.nodes.items())]})
 
     async def node(self, request: Request) -> Response:
-        """One node."""
+        """One node; with readings=1 its agent is asked what the GPUs read now."""
         view = self._view()
         name = request.path_params["node"]
         if name not in view.nodes:
             raise NotFoundError(
                 f"there is no node {name!r}", where="supervisor", hint=f"known nodes: {', '.join(sorted(view.nodes)) or 'none'}"
             )
-        return _json(documents.node(view, view.nodes[name], self._supervisor.now()))
+        document = documents.node(view, view.nodes[name], self._supervisor.now())
+        if request.query_params.get("readings") == "1":
+            document["readings"] = await gpu_readings(self._store(), self._supervisor.keys, name)
+        return _json(document)
 
     async def where(self, request: Request) -> Response:
         """Where a rank runs (or ran, in an earlier generation)."""

@@ -157,9 +157,10 @@ export function detail(target, node, order) {
   const rows = Array.from({ length: Math.max(node.devices.length, node.slots) }, (_, index) => {
     const uuid = node.devices[index] ?? "no GPU known";
     const bad = health.device_uuids.includes(uuid) ? "suspect" : node.quarantine && node.quarantine.key === uuid ? "quarantined" : "";
-    return [String(index), uuid, local[index] ?? "idle", bad];
+    return [String(index), gpu(uuid, node.readings?.gpus[uuid]), local[index] ?? "idle", bad];
   });
   parts.push(table(["slot", "GPU", "runs", ""], rows));
+  if (node.devices.length && node.readings?.problem) parts.push(element("p", { className: "soft", textContent: `No readings: ${node.readings.problem}.` }));
   const buttons = element("div", { className: "buttons" });
   const orders = node.cordoned || node.draining ? ["uncordon"] : ["cordon", "drain"];
   if (node.quarantine) orders.push("clear");
@@ -172,6 +173,22 @@ export function detail(target, node, order) {
   parts.push(buttons);
   target.replaceChildren(...parts);
 }
+
+// its name, and below it what it reads now
+function gpu(uuid, reads) {
+  const cell = element("span", { textContent: uuid });
+  if (!reads) return cell;
+  const parts = [];
+  if ("temperature_celsius" in reads) parts.push(`${reads.temperature_celsius} °C${"slowdown_celsius" in reads ? ` (slows down at ${reads.slowdown_celsius})` : ""}`);
+  if ("memory_used_bytes" in reads) parts.push(`${gib(reads.memory_used_bytes)} of ${gib(reads.memory_bytes)} GiB`);
+  if ("power_watts" in reads) parts.push(`${Math.round(reads.power_watts)} W`);
+  if ("busy_ratio" in reads) parts.push(`${Math.round(100 * reads.busy_ratio)} % busy`);
+  if (reads.lost === 1) parts.push("lost to the driver");
+  cell.append(element("br"), element("span", { className: "soft", textContent: parts.join(", ") }));
+  return cell;
+}
+
+const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
 
 function evidence(lines) {
   const list = element("ul", { className: "evidence" });

@@ -286,9 +286,11 @@ async function orderNode(node, name) {
   if (nodes.chosenNode() === node) await showNode(node);
 }
 
-async function showNode(name) {
-  const answer = await fetch(`/v1/nodes/${encodeURIComponent(name)}`, { headers: headers() });
+// spoken: whether a screen reader tells of it ("polite"), or not ("off")
+async function showNode(name, spoken = "polite") {
+  const answer = await fetch(`/v1/nodes/${encodeURIComponent(name)}?readings=1`, { headers: headers() });
   if (name !== nodes.chosenNode()) return;
+  byId("detail").setAttribute("aria-live", spoken);
   if (answer.ok) nodes.detail(byId("detail"), await answer.json(), orderNode);
   else byId("detail").replaceChildren(panels.element("p", { className: "bad", textContent: await problem(answer) }));
 }
@@ -317,6 +319,10 @@ byId("job-choice").addEventListener("change", (event) => {
   job = event.target.value;
   mark("job", "charts", "mesh", "timeline", "incidents", "checkpoints");
 });
-nodes.start(byId("grid"), showNode);
+nodes.start(byId("grid"), (name) => showNode(name));
+setInterval(() => {  // what GPUs read changes without a word to the page
+  const name = nodes.chosenNode();
+  if (name in state.nodes && !document.hidden && !byId("detail").contains(document.activeElement)) showNode(name, "off");
+}, 5000);
 setInterval(() => { if (job) mark("checkpoints", "timeline"); }, 5000);
 listen();

@@ -8,12 +8,18 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import pytest
 from scene import form
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 from stub_agent import eventually
 from web_stage import Screen
 
+from regrow import telemetry, wire
 from regrow.supervisor.auth import Guard, Tokens, digest
+from regrow.supervisor.http_server import ApiServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,6 +137,45 @@ async def test_orders_of_a_node_and_a_job(cluster: Any, screen: Screen) -> None:
     await screen.page.click("#job-buttons button:text-is('pause')")
     await screen.page.click("#confirm-dialog button[value=yes]")
     await eventually(lambda: cluster.job().command == "pause", "paused")
+    assert screen.errors == []
+
+
+async def test_a_node_shows_what_its_gpus_read_now(cluster: Any, screen: Screen) -> None:
+    """Asked of the agent's own metrics; why there is nothing is said."""
+    await form(cluster, "n0", "n1")
+    shown = telemetry.Page()
+    for name, value in (
+        ("temperature_celsius", 61),
+        ("slowdown_celsius", 90),
+        ("memory_used_bytes", 2**35),
+        ("memory_bytes", 2**36),
+        ("busy_ratio", 0.97),
+    ):
+        shown.put(f"regrow_agent_gpu_{name}", value, "n1", "GPU-n1-0")
+    served = Starlette(routes=[Route("/metrics", lambda _: Response(shown.text()))])
+    agent = ApiServer(served)
+    await agent.start("127.0.0.1", 0)
+    try:
+        record = wire.NodeRecord(
+            node="n1", incarnation="i", address="a", peer_address="p", slots=2, metrics_address=f"127.0.0.1:{agent.port}"
+        )
+        await cluster.leader.store.put(f"{cluster.leader.keys.nodes}n1", msgspec.json.encode(record))
+        await screen.open(cluster.leader.http_address)
+        await screen.page.click("#grid .cell[data-node=n1]")
+        await screen.until(
+            "() => /61 °C \\(slows down at 90\\), 32.0 of 64.0 GiB, 97 % busy/.test(document.querySelector('#detail').textContent)"
+        )
+        await screen.page.click("#grid .cell[data-node=n0]")
+        await screen.until(
+            "() => /No readings: its agent is not connected to the store/.test(document.querySelector('#detail').textContent)"
+        )
+    finally:
+        await agent.stop()
+    async with httpx.AsyncClient(trust_env=False, base_url=f"http://{cluster.leader.http_address}") as client:
+        gone = (await client.get("/v1/nodes/n1", params={"readings": 1})).json()["readings"]
+        assert gone["gpus"] == {}
+        assert "do not answer" in gone["problem"]
+        assert "readings" not in (await client.get("/v1/nodes/n1")).json(), "a list of nodes asks nobody"
     assert screen.errors == []
 
 
