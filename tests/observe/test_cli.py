@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,16 @@ def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
     done = subprocess.run((*REGROW, "observe", "--chaos", "smoke"), capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert "holds an earlier run" in done.stderr
+
+
+def test_a_port_that_is_taken_is_said_with_the_flag_that_helps(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ("--chaos", "smoke", "--alertmanager-port", "0", "--prometheus-port", port)
+        done = subprocess.run((*REGROW, "observe", *words), capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert f"port {port} is in use" in done.stderr
+    assert "--prometheus-port 0" in done.stderr
 
 
 async def test_a_run_that_it_starts_is_heard(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Stack:
     # --- life
 
     async def _start(self) -> None:
-        ports = [HeldPort(self._plan.alertmanager_port), HeldPort(self._plan.prometheus_port)]
+        ports = [_hold(self._plan.alertmanager_port, "alertmanager"), _hold(self._plan.prometheus_port, "prometheus")]
         self.alertmanager, self.prometheus = (f"http://127.0.0.1:{port.number}" for port in ports)
         self._write(f"127.0.0.1:{ports[0].number}")
         await self._child(
@@ -234,6 +234,14 @@ class Stack:
         answer = await self._client.get(url)
         answer.raise_for_status()
         return answer.json()
+
+
+def _hold(number: int, name: str) -> HeldPort:
+    try:
+        return HeldPort(number)
+    except OperationalError as error:
+        hint = f"stop what listens there, or --{name}-port 0 for any free one"
+        raise OperationalError(error.what, where=error.where, hint=hint) from error
 
 
 async def query(client: httpx.AsyncClient, base: str, expr: str, **more: Any) -> list[dict[str, Any]]:
