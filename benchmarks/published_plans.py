@@ -5,8 +5,10 @@
 
 Sources: Megatron-LM (https://arxiv.org/abs/2104.04473, table 1), Llama 3 (https://arxiv.org/abs/2407.21783, table 4),
 DeepSeek-V3 (https://arxiv.org/abs/2412.19437), MT-NLG (https://arxiv.org/abs/2201.11990), BLOOM
-(https://arxiv.org/abs/2211.05100), OLMo (https://arxiv.org/abs/2402.00838). Published utilisation counts recomputation
-for Megatron and MT-NLG ("hw"), not for Llama 3 ("model"). The planner's own choice may use any schedule.
+(https://arxiv.org/abs/2211.05100), OLMo (https://arxiv.org/abs/2402.00838), GPT-NeoX (https://arxiv.org/abs/2204.06745),
+OPT (https://arxiv.org/abs/2205.01068), GLM-130B (https://arxiv.org/abs/2210.02414), Falcon
+(https://arxiv.org/abs/2311.16867). Published utilisation counts recomputation where there was full recomputation, not for
+Llama 3. The planner's own choice may use any schedule.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from regrow.parallel.planner import Request
 
 MEGATRON = (
     ("Megatron 1.7B", 24, 2304, 24, 1, 1, 32, 512, 0.44),
+    ("Megatron 3.6B", 30, 3072, 32, 2, 1, 64, 512, 0.44),
     ("Megatron 7.5B", 36, 4096, 32, 4, 1, 128, 512, 0.46),
     ("Megatron 18.4B", 40, 6144, 48, 8, 1, 256, 1024, 0.43),
+    ("Megatron 39.1B", 48, 8192, 64, 8, 2, 512, 1536, 0.44),
     ("Megatron 76.1B", 60, 10240, 80, 8, 4, 1024, 1792, 0.45),
+    ("Megatron 145.6B", 80, 12288, 96, 8, 8, 1536, 2304, 0.47),
     ("Megatron 310B", 96, 16384, 128, 8, 16, 1920, 2160, 0.50),
+    ("Megatron 529.6B", 105, 20480, 128, 8, 35, 2520, 2520, 0.52),
     ("Megatron 1T", 128, 25600, 160, 8, 64, 3072, 3072, 0.52),
 )
 
@@ -58,10 +64,47 @@ def runs() -> list[tuple[str, Request, dict[str, Any], float | None]]:
     olmo = shape.make(layers=32, hidden=4096, heads=32, ffn=11008, vocab=50304, seq=2048, gated=True)
     asked = Request(model=olmo, inventory=inventory.uniform(27, 8, device="a100"), global_batch=2160)
     found.append(("OLMo 7B, 216 GPUs", asked, {"tp": 1, "pp": 1, "zero": 3}, None))
+    found += more_runs()
     gemma = shape.make(layers=46, hidden=4608, heads=32, kv_heads=16, head_dim=128, ffn=36864, vocab=256000, seq=8192, tied=True)
     asked = Request(model=gemma, inventory=inventory.uniform(64, 8), global_batch=1024)
     found.append(("Gemma 2 27B, 512 GPUs (its own run: TPU)", asked, {"zero": 3}, None))
     return found
+
+
+def more_runs() -> list[tuple[str, Request, dict[str, Any], float | None]]:
+    """Open models of 2022 and 2023 on A100, three of them with 40 GB."""
+    small = {"device": "a100", "gpu_memory_gb": 40}
+    neox = shape.make(layers=44, hidden=6144, heads=64, vocab=50432, seq=2048, tied=False)
+    opt = shape.make(layers=96, hidden=12288, heads=96, vocab=50272, seq=2048)
+    glm = shape.make(layers=70, hidden=12288, heads=96, ffn=32768, vocab=150528, seq=2048, gated=True, tied=True)
+    falcon = shape.make(layers=80, hidden=14848, heads=232, kv_heads=8, ffn=59392, vocab=65024, seq=2048, gated=False, tied=True)
+    plain = {"sequence_parallel": False, "recompute": "full"}
+    return [
+        (
+            "GPT-NeoX 20B, 96 GPUs of 40 GB",
+            Request(model=neox, inventory=inventory.uniform(12, 8, **small), global_batch=1536),
+            {"tp": 2, "pp": 4, "zero": 1, "micro_batch": (4,), **plain},
+            117 / 312,
+        ),
+        (
+            "OPT 175B, 992 GPUs",
+            Request(model=opt, inventory=inventory.uniform(124, 8, device="a100"), global_batch=992),
+            {"tp": 8, "pp": 1, "zero": 3, **plain},
+            147 / 312,
+        ),
+        (
+            "GLM-130B, 768 GPUs of 40 GB",
+            Request(model=glm, inventory=inventory.uniform(96, 8, **small), global_batch=4224),
+            {"tp": 4, "pp": 8, "zero": 1, **plain},
+            0.433,
+        ),
+        (
+            "Falcon 180B, 4096 GPUs of 40 GB",
+            Request(model=falcon, inventory=inventory.uniform(512, 8, **small), global_batch=2048),
+            {"tp": 8, "pp": 8, "zero": 1},
+            None,
+        ),
+    ]
 
 
 def rows() -> list[dict[str, Any]]:

@@ -48,7 +48,13 @@ def _walls(request: Request, best: Plan) -> list[tuple[str, str, str]]:
     if best.times is None:
         return [("walls", "only memory can be judged from a parameter count; give the shape for compute and communication", _SEED)]
     found = cost.wall(best.times, best.usage.total, request.inventory.gpu_memory_bytes, best.setup)
-    lines = [("walls", f"the {found.binds} wall binds: {found.why}. Try first: {found.lift}", _SEED)]
+    lines = [
+        (
+            "walls",
+            f"the {found.binds} wall binds: {found.why}. Try first: {found.lift}. On a running job it shows as {found.symptom}",
+            _SEED,
+        )
+    ]
     if found.binds == "communication":
         lines.append(
             (
@@ -63,13 +69,10 @@ def _walls(request: Request, best: Plan) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _memory(request: Request, best: Plan) -> list[tuple[str, str, str]]:
+def _zero(request: Request, best: Plan, local: float, ddp: float) -> list[tuple[str, str, str]]:
+    """`local`: parameters of a GPU before ZeRO; `ddp`: their state in bytes."""
     lines: list[tuple[str, str, str]] = []
-    params = request.model.params or shape.counts(request.model).total
-    local = params / (best.mesh.tp * best.mesh.pp)
-    ranks = best.mesh.dp * best.mesh.cp
-    ddp = local * request.recipe.total
-    capacity = request.inventory.gpu_memory_bytes
+    ranks, capacity = best.mesh.dp * best.mesh.cp, request.inventory.gpu_memory_bytes
     if best.zero_stage == 3:
         if ddp + best.usage.activations + best.usage.buffers <= capacity:
             lines.append(
@@ -84,7 +87,7 @@ def _memory(request: Request, best: Plan) -> list[tuple[str, str, str]]:
         lines.append(
             ("zero", f"{ranks} replicas keep {waste:.3g} GB of copies of the same state: ZeRO-1 removes most of it for free", _SEED)
         )
-    elif best.zero_stage in (1, 2):
+    elif best.zero_stage == 1:
         lines.append(
             (
                 "zero",
@@ -92,6 +95,28 @@ def _memory(request: Request, best: Plan) -> list[tuple[str, str, str]]:
                 _LECTURE,
             )
         )
+    elif best.zero_stage == 2:
+        many = best.micro_batches[0]
+        lines.append(
+            (
+                "zero",
+                (
+                    f"ZeRO-2 moves no more than DDP for one micro-batch (2S), but keeps a share of the gradients only: each of the {many}"
+                    " micro-batches of a step is reduced by itself. Where memory allows it ZeRO-1 reduces once"
+                ),
+                _LECTURE,
+            )
+        )
+    return lines
+
+
+def _memory(request: Request, best: Plan) -> list[tuple[str, str, str]]:
+    lines: list[tuple[str, str, str]] = []
+    params = request.model.params or shape.counts(request.model).total
+    local = params / (best.mesh.tp * best.mesh.pp)
+    ddp = local * request.recipe.total
+    capacity = request.inventory.gpu_memory_bytes
+    lines += _zero(request, best, local, ddp)
     if request.recipe.name == "mixed" and ddp > 0.5 * capacity:
         lines.append(
             (
@@ -195,11 +220,24 @@ def _axes(request: Request, best: Plan) -> list[tuple[str, str, str]]:
         lines.append(
             ("tp", f"measured reference: TP {tp} loses about {loss:.0%} of throughput (10-12 % to 8, 42 % at 16, 65 % at 32)", _LECTURE)
         )
+        lines.append(
+            (
+                "tp",
+                (
+                    f"TP {tp} sends {2 * (tp - 1) / tp:.3g} of each layer's output, TP {2 * tp} would send {2 * (2 * tp - 1) / (2 * tp):.3g}:"
+                    " more TP does not lower a GPU's traffic, it makes the matrices narrower"
+                ),
+                _SEED,
+            )
+        )
     if tp > request.inventory.gpus_per_node:
         lines.append(
             (
                 "tp",
-                f"TP {tp} leaves the node of {request.inventory.gpus_per_node} GPUs: 64 latency-bound all-reduces a step on the slow link",
+                (
+                    f"TP {tp} leaves the node of {request.inventory.gpus_per_node} GPUs: {_tp_calls(request, best)} latency-bound"
+                    " all-reduces a micro-batch on the slow link, where DP has one a step"
+                ),
                 _SEED,
             )
         )
@@ -213,11 +251,27 @@ def _axes(request: Request, best: Plan) -> list[tuple[str, str, str]]:
                 _LECTURE,
             )
         )
-    if best.mesh.pp > 1 and request.schedule == "1f1b":
+    if best.mesh.pp > 1:
+        lines.append(
+            (
+                "pp",
+                (
+                    "PP is the hardest part to build and debug, zero-bubble schedules most of all: take it where TP and ZeRO-3 do not fit the model,"
+                    " on the slowest links, for it sends least"
+                ),
+                _LECTURE,
+            )
+        )
+    if best.mesh.pp > 1 and best.setup.schedule == "1f1b":
         lines.append(
             ("pp", "1F1B lowers the activations in flight from M to P, not the bubble; interleaving or zero-bubble lower the bubble", _SEED)
         )
     return lines
+
+
+def _tp_calls(request: Request, best: Plan) -> int:
+    """All-reduces of one micro-batch's forward and backward pass on the fullest stage."""
+    return 2 * comm.TP_POINTS * max(best.layers_per_stage, default=request.model.layers)
 
 
 def _numbers(request: Request) -> list[tuple[str, str, str]]:

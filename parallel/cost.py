@@ -263,6 +263,8 @@ class Wall(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     lift: str
     """What would move it."""
+    symptom: str
+    """How it shows on a running job, to check the model against (seed text, definition 9.1.2)."""
 
 
 def wall(times: Times, used_bytes: float, capacity_bytes: float, setup: Setup) -> Wall:
@@ -275,6 +277,7 @@ def wall(times: Times, used_bytes: float, capacity_bytes: float, setup: Setup) -
         most = max(parts, key=lambda name: parts[name])
         return Wall(
             binds="communication",
+            symptom=_SYMPTOMS["communication"],
             memory_ratio=ratio,
             communication_ratio=exposed,
             why=f"{exposed:.0%} of the step is waiting; most of it for {most} ({parts[most] / times.step:.0%})",
@@ -283,6 +286,7 @@ def wall(times: Times, used_bytes: float, capacity_bytes: float, setup: Setup) -
     if ratio > 0.9 or setup.recompute in ("selective", "full"):
         return Wall(
             binds="memory",
+            symptom=_SYMPTOMS["memory"],
             memory_ratio=ratio,
             communication_ratio=exposed,
             why=f"{ratio:.0%} of the memory is used" + (f" and {setup.recompute} recomputation was needed" if ratio <= 0.9 else ""),
@@ -290,6 +294,7 @@ def wall(times: Times, used_bytes: float, capacity_bytes: float, setup: Setup) -
         )
     return Wall(
         binds="compute",
+        symptom=_SYMPTOMS["compute"],
         memory_ratio=ratio,
         communication_ratio=exposed,
         why=f"{times.compute / times.step:.0%} of the step computes",
@@ -297,6 +302,11 @@ def wall(times: Times, used_bytes: float, capacity_bytes: float, setup: Setup) -
     )
 
 
+_SYMPTOMS = {
+    "memory": "out of memory, or a micro-batch made small to avoid it",
+    "compute": "GPUs busy all the time, and a step much longer than operations over peak",
+    "communication": "utilisation that swings, efficiency that falls as GPUs are added",
+}
 _LIFTS = {
     "bubble": "more micro-batches a replica (about 9 x PP for 10 %), interleaving or a zero-bubble schedule, fewer stages",
     "tp": "a smaller TP inside the NVLink domain, a larger micro-batch",

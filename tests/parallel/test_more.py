@@ -185,6 +185,32 @@ def test_advice_warns_where_zero_3_does_not_pay(regrow: Regrow) -> None:
     assert "4 ranks" in text
 
 
+@pytest.mark.parametrize(
+    ("more", "topic", "words"),
+    [
+        (("--zero", 2, "--tp", 1, "--pp", 1, "--micro-batch", 1), "zero", "each of the 2 micro-batches of a step is reduced by itself"),
+        (("--zero", 1, "--tp", 1, "--pp", 1), "zero", "ZeRO-1 moves the same bytes as DDP"),
+        (("--zero", 0, "--tp", 1, "--pp", 1), "zero", "copies of the same state"),
+        (("--tp", 4, "--pp", 1), "tp", "more TP does not lower a GPU's traffic"),
+        (("--tp", 16, "--pp", 1), "tp", "64 latency-bound all-reduces a micro-batch"),
+        (("--tp", 1, "--pp", 4, "--micro-batch", 1), "bubble", "a bubble of 10 % takes M = 27 micro-batches (about 9 P), a replica has 8"),
+        (("--tp", 1, "--pp", 4), "pp", "hardest part to build"),
+        (("--tp", 1, "--pp", 4, "--micro-batch", 1), "batch", "scaling the learning rate by P x M"),
+        (("--tp", 1, "--pp", 1, "--critical-batch", 32), "batch", "above the critical batch 32"),
+    ],
+)
+def test_each_rule_is_told_where_it_holds(regrow: Regrow, more: tuple[object, ...], topic: str, words: str) -> None:
+    code, document, _ = regrow("plan", *BASE, *more, "--advise")
+    assert code == 0
+    assert any(words in line["text"] for line in document["advice"] if line["topic"] == topic)
+
+
+def test_a_wall_says_how_it_shows(regrow: Regrow) -> None:
+    _, document, _ = regrow("plan", *BASE, "--tp", 16, "--pp", 1)
+    wall = document["best"]["wall"]
+    assert (wall["binds"], "swings" in wall["symptom"]) == ("communication", True)
+
+
 @pytest.mark.parametrize("kind", ["mesh", "schedule", "regime"])
 def test_pictures_are_valid_svg(regrow: Regrow, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "picture.svg"
