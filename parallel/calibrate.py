@@ -85,7 +85,14 @@ def calibrate_all(measured: Sequence[tuple[Request, Sample]], *, rounds: int = 2
         return [predict(request, [sample], trial)[0] for request, sample in measured]
 
     best = _misfit(guess(constants), times)
-    spans = {"efficiency": 2.0, "half_width": 2.0, "half_tokens": 2.0, "step_overhead": min(times) / 4.0, "tp_overlap": 0.5, "pp_overlap": 0.5}
+    spans = {
+        "efficiency": 2.0,
+        "half_width": 2.0,
+        "half_tokens": 2.0,
+        "step_overhead": min(times) / 4.0,
+        "tp_overlap": 0.5,
+        "pp_overlap": 0.5,
+    }
     for _ in range(rounds):
         for name, span in spans.items():
             for trial in _trials(constants, name, span):
