@@ -27,6 +27,9 @@ _WELCOME_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
 _SILENT_PEER_MS = 10_000
 _BACKOFF_SECONDS = (0.05, 1.0)
+_REFUSED_SECONDS = (0.5, 8.0)
+"""Between attempts at a supervisor that refuses; the longer one for one that does not lead: a new leader's record ends the wait at
+once, and thousands of agents that try each second would keep a supervisor from leading."""
 
 
 class BeatSource(Protocol):
@@ -96,6 +99,7 @@ class BeatConnection:
         self._outbox = Outbox()
         self._beat_now = asyncio.Event()
         self._pause = 0.0
+        self._refused = 0.0
         self.last_beat_at: float | None = None
         """Loop time of the last beat that was handed to the kernel."""
 
@@ -120,7 +124,7 @@ class BeatConnection:
             return
         _log.info("leader=%s epoch=%d beat=%s", leader.supervisor, leader.epoch, leader.beat_address)
         self._leader = leader
-        self._pause = 0.0
+        self._pause = self._refused = 0.0
         self._changed.set()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -152,7 +156,8 @@ class BeatConnection:
             if leader is not None:
                 await self._serve_until_changed(leader)
                 self._pause = min(_BACKOFF_SECONDS[1], max(_BACKOFF_SECONDS[0], self._pause * 2))
-            pause = None if leader is None else self._pause * random.uniform(0.7, 1.3)  # noqa: S311  # spreads a crowd, guards nothing
+            longest = max(self._pause, self._refused)
+            pause = None if leader is None else longest * random.uniform(0.7, 1.3)  # noqa: S311  # spreads a crowd, guards nothing
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._changed.wait()
@@ -184,7 +189,8 @@ class BeatConnection:
             async with asyncio.timeout(_WELCOME_SECONDS):
                 answer = wire.decode(await _line(reader), wire.ToAgent)
             if isinstance(answer, wire.Refused):
-                self._pause = max(self._pause, 0.5)
+                longest = _REFUSED_SECONDS[0] if answer.leading else _REFUSED_SECONDS[1]
+                self._refused = min(longest, max(_REFUSED_SECONDS[0], self._refused * 2))
                 self._source.refused(answer)
                 return
             if not isinstance(answer, wire.Welcome):
@@ -201,7 +207,7 @@ class BeatConnection:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: wire.Welcome) -> None:
         self._welcomed = True
-        self._pause = 0.0
+        self._pause = self._refused = 0.0
         for message in self._outbox.take():
             self._write(writer, message)
         beats = asyncio.create_task(self._beats(writer, welcome.beat_seconds), name="regrow-beats")

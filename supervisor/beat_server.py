@@ -16,6 +16,10 @@ from regrow.errors import ConfigurationError
 log = logging.getLogger("regrow.supervisor.beats")
 
 _HELLO_SECONDS = 10.0
+_BACKLOG = 4096
+_ACCEPTED_AT_ONCE = 16
+_ACCEPT_PAUSE_SECONDS = 0.02
+"""Sixteen handshakes cost about 30 ms; the pause is over when the event loop has done them."""
 _SILENT_PEER_MS = 20_000
 _MAX_UNSENT_BYTES = 32 * 1024 * 1024
 
@@ -75,7 +79,8 @@ class BeatServer:
     def __init__(self, receiver: Receiver, *, tls: ssl.SSLContext | None = None) -> None:
         self._receiver = receiver
         self._tls = tls
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
 
@@ -86,37 +91,64 @@ class BeatServer:
             ConfigurationError: the address is taken or not ours.
         """
         try:
-            self._server = await asyncio.start_server(
-                self._serve, host, port, limit=wire.MAX_MESSAGE_BYTES, ssl=self._tls, backlog=4096, reuse_address=True
-            )
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}", where="--beat", hint="is another supervisor running there?"
             ) from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="regrow-beats-accept")
 
     async def stop(self) -> None:
         """Stop listening and end all connections."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+            self._accepting = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    async def _accept(self, listener: socket.socket) -> None:
+        """A few at a time: when thousands of agents come at once, their TLS handshakes must not keep this process from renewing its
+        lease, or it loses its term, they all come again, and that never ends. The rest wait in the kernel."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                for _ in range(_ACCEPTED_AT_ONCE):
+                    accepted, _ = await loop.sock_accept(listener)
+                    task = asyncio.create_task(self._serve(accepted), name="regrow-beats-serve")
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            except OSError as error:  # it was gone again, or there are no descriptors left
+                log.warning("no beat connection is taken: %s", error)
+            await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=wire.MAX_MESSAGE_BYTES, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        limit = _HELLO_SECONDS if self._tls is not None else None
+        try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit)
+        except OSError as error:
+            log.info("a connection did not greet: %s", error or type(error).__name__)
+            accepted.close()
+            return
+        except asyncio.CancelledError:
+            accepted.close()
+            raise
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
             _tune(writer)
             await self._conversation(reader, Connection(writer))
-        except asyncio.CancelledError:
-            # asyncio's stream server reports a cancelled handler as an error of the loop; this is our own stop().
-            log.debug("a beat connection was ended by our own stop")
         finally:
-            self._tasks.discard(task)
-            writer.transport.abort()
+            transport.abort()
 
     async def _conversation(self, reader: asyncio.StreamReader, connection: Connection) -> None:
         try:

@@ -20,7 +20,7 @@ from regrow.errors import ConfigurationError, OperationalError
 from regrow.store.base import Store, StoreError
 from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
-from regrow.supervisor import adoption, loading
+from regrow.supervisor import adoption, loading, upgrade
 from regrow.supervisor.actuators.config import ActuatorConfig
 from regrow.supervisor.actuators.group import Actuators
 from regrow.supervisor.api import Routes
@@ -225,6 +225,7 @@ class Supervisor:
     async def _lead(self, leadership: Leadership) -> None:
         """Take an epoch, load, publish, decide until the term ends."""
         assert self.store is not None
+        await upgrade.admit(self.store, self.keys, leadership.comparison)
         epoch = await raise_epoch(self.store, self.keys, leadership.comparison, self._raise_to)
         loaded = await loading.load(self.store, self.keys, self.now())
         term = Term(
@@ -325,7 +326,7 @@ class Supervisor:
     def greeted(self, hello: wire.Hello, connection: Connection) -> wire.Welcome | wire.Refused:
         """An agent wants in."""
         if self.term is None:
-            return wire.Refused(reason="this supervisor does not lead now")
+            return wire.Refused(reason="this supervisor does not lead now", leading=False)
         return self.term.greeted(hello, connection)
 
     def said(self, connection: Connection, message: Any) -> None:

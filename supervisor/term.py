@@ -230,7 +230,7 @@ class Term:
         """An agent wants in."""
         now = self._now()
         if self._closed or self.ended.is_set() or not self.ready:
-            return wire.Refused(reason="this supervisor does not lead now")
+            return wire.Refused(reason="this supervisor does not lead now", leading=False)
         if hello.cluster != self._config.cluster:
             return wire.Refused(reason=f"this is cluster {self._config.cluster!r}, not {hello.cluster!r}", retry=False)
         epoch = max(self._epoch, self.view.epoch)

@@ -29,7 +29,8 @@ _SLICES = 10
 _HANDSHAKES = 32
 """TLS handshakes under way at once in one process."""
 _BACKOFF_SECONDS = (0.05, 1.0)
-"""As regrow.agent.beat does it."""
+_REFUSED_SECONDS = (0.5, 8.0)
+"""As regrow.agent.beat does it: refused by one that does not lead, a node waits for the next leader record, or for so long."""
 _PHASES = ("fenced", "stopped", "started", "rendezvous", "restored")
 
 
@@ -50,6 +51,7 @@ class Stub:
         self.highest_generation = 0
         self.welcomed = False
         self.ordered_at = 0.0
+        self.refused = False
         self.writer: asyncio.StreamWriter | None = None
         self.task: asyncio.Task[None] | None = None
         self.lease: Lease | None = None
@@ -114,7 +116,9 @@ class Stub:
         match message:
             case wire.Welcome():
                 self.highest_epoch = max(self.highest_epoch, message.epoch)
-                self.welcomed = True
+                self.welcomed, self.refused = True, False
+            case wire.Refused():
+                self.refused = True
             case wire.StartGeneration():
                 self._started(message)
             case wire.StopGeneration():
@@ -167,16 +171,22 @@ class Host:
         self._tls.check_hostname = False
         self._gate = asyncio.Semaphore(_HANDSHAKES)
         self.failed_leases = 0
+        self._known = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def find_leader(self) -> None:
-        """Ask the store who leads, until somebody does."""
-        while not self.address:
-            with contextlib.suppress(StoreError):
-                item = await self.store.get(f"/regrow/{self.options.cluster}/leader")
-                if item is not None:
-                    self.address = msgspec.json.decode(item.value, type=wire.LeaderRecord).beat_address
-            if not self.address:
-                await asyncio.sleep(0.1)
+        """Until the store says who leads."""
+        await self._known.wait()
+
+    async def follow(self) -> None:
+        """Who leads: each new record wakes all stubs that wait."""
+        async with self.store.watch_prefix(f"/regrow/{self.options.cluster}/leader") as watch:
+            async for batch in watch:
+                for value in [item.value for item in batch.snapshot or ()] + [event.value for event in batch.events if event.kind == "put"]:
+                    self.address = msgspec.json.decode(value, type=wire.LeaderRecord).beat_address
+                    self._known.set()
+                    self._changed.set()
+                    self._changed = asyncio.Event()
 
     async def beats(self) -> None:
         """Every stub beats twice a second; a tenth of them at a time."""
@@ -203,8 +213,10 @@ class Host:
             if stub.writer is not None:
                 stub.writer.transport.abort()
                 stub.writer = None
-            pause = min(_BACKOFF_SECONDS[1], _BACKOFF_SECONDS[0] if was_welcome else pause * 2)
-            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+            longest = _REFUSED_SECONDS[1] if stub.refused else _BACKOFF_SECONDS[1]
+            pause = min(longest, _BACKOFF_SECONDS[0] if was_welcome else max(pause * 2, _REFUSED_SECONDS[0] if stub.refused else 0.0))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), pause * random.uniform(0.7, 1.3))
 
     async def _register(self, stub: Stub) -> None:
         record = wire.NodeRecord(
@@ -348,11 +360,12 @@ async def main() -> None:
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     beating = asyncio.create_task(host.beats())
+    following = asyncio.create_task(host.follow())
     while line := await commands.readline():
         answer = await host.obey(json.loads(line))
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-    tasks = [beating, *(stub.task for stub in host.stubs.values() if stub.task is not None)]
+    tasks = [beating, following, *(stub.task for stub in host.stubs.values() if stub.task is not None)]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
