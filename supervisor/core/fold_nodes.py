@@ -87,7 +87,8 @@ def _joined(view: View, event: e.NodeJoined) -> View:
     jobs = {name: _seen_by(job, hello, event.at) for name, job in view.jobs.items()}
     if before is None:
         jobs = {
-            name: _change(job, effort=goodput.reserve(job.effort, event.at, goodput.reserved(view, job.spec))) for name, job in jobs.items()
+            name: _change(job, effort=goodput.reserve(job.effort, event.at, goodput.reserved_with(job.effort, view, job.spec, node)))
+            for name, job in jobs.items()
         }
     return _change(view, jobs=jobs)
 

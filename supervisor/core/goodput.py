@@ -7,7 +7,7 @@ import statistics
 import msgspec
 
 from regrow import wire
-from regrow.supervisor.core.view import Effort, JobView, View
+from regrow.supervisor.core.view import Effort, JobView, NodeView, View
 
 _change = msgspec.structs.replace
 
@@ -66,6 +66,13 @@ def scaling_efficiency(job: JobView) -> dict[str, float]:
 def median(values: tuple[float, ...]) -> float | None:
     """Median, or None of nothing."""
     return statistics.median(values) if values else None
+
+
+def reserved_with(effort: Effort, view: View, spec: wire.JobSpec, newcomer: NodeView) -> int:
+    """The same with a node that was not known before, from what was reserved without it: thousands join one after the other."""
+    if len(view.nodes) <= max(spec.max_nodes, spec.min_nodes):
+        return effort.num_reserved + min(newcomer.slots, spec.nproc_per_node)
+    return reserved(view, spec)
 
 
 def reserved(view: View, spec: wire.JobSpec) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.view import GenerationView, JobView, View
 
 
@@ -28,8 +29,7 @@ def check(view: View) -> list[str]:
 def _job(view: View, job: JobView) -> list[str]:
     broken: list[str] = []
     generation = job.generation
-    incidents = [charge.incident for charge in job.ledger.charges]
-    if len(incidents) != len(set(incidents)):
+    if _charged_twice.get((job.ledger,), None, lambda: _is_charged_twice(job)):
         broken.append("an incident is charged twice")
     if sum(1 for incident in job.incidents if not incident.closed) > 1:
         broken.append("two incidents are open")
@@ -45,6 +45,14 @@ def _job(view: View, job: JobView) -> list[str]:
         broken += _generation(view, job, generation)
     broken += [f"checkpoint {step} is filed under another step" for step, item in job.checkpoints.items() if item.step != step]
     return broken
+
+
+_charged_twice: Memo[bool] = Memo()
+
+
+def _is_charged_twice(job: JobView) -> bool:
+    incidents = [charge.incident for charge in job.ledger.charges]
+    return len(incidents) != len(set(incidents))
 
 
 def _generation(view: View, job: JobView, generation: GenerationView) -> list[str]:

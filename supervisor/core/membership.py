@@ -7,6 +7,7 @@ import msgspec
 from regrow import wire
 from regrow.supervisor.core import quarantine
 from regrow.supervisor.core.memo import Memo
+from regrow.supervisor.core.records import QuarantineRecord
 from regrow.supervisor.core.view import JobView, NodeView, View
 
 
@@ -33,20 +34,13 @@ def why_not(view: View, node: NodeView, job: JobView) -> str:
         return "cordoned"
     if quarantine.is_bad(node):
         return f"unhealthy: {node.health.reason}"
-    record = quarantine.blocked(view, node) if _out(view) else None
+    out = out_records(view)
+    record = quarantine.blocked(view, node) if out and not out.keys().isdisjoint(quarantine.names(node)) else None
     if record is not None:
         return f"{record.state}: {record.reason}"
     if slots_for(node, job.spec) < 1:
         return "no slots"
     return ""
-
-
-_any_out: Memo[bool] = Memo()
-
-
-def _out(view: View) -> bool:
-    """Is any hardware kept out at all?"""
-    return _any_out.get((view.quarantine,), None, lambda: any(record.state in quarantine.OUT for record in view.quarantine.values()))
 
 
 _blocked: Memo[dict[str, str]] = Memo()
@@ -66,9 +60,10 @@ class _Scan:
         self.rules: tuple[object, ...] = ()
         self.nodes: dict[str, NodeView] = {}
         self.found: dict[str, str] = {}
+        self.out: dict[str, QuarantineRecord] = {}
 
     def changed(self, view: View, rules: tuple[object, ...]) -> list[NodeView] | None:
-        """Nodes that differ from the last scan; None: everything has to be looked at again.
+        """Nodes that differ from the last scan, or whose hardware does in its trust; None: everything has to be looked at again.
 
         A node that appears, goes or has other hardware may change whose chassis serial is unique, and with it others' answers.
         """
@@ -78,21 +73,39 @@ class _Scan:
         if len(before) != len(view.nodes):
             return None
         found: list[NodeView] = []
+        moved = self._moved(view)
         for name, node in view.nodes.items():
             known = before.get(name)
             if known is node:
+                if moved and not moved.isdisjoint(quarantine.names(node)):
+                    found.append(node)
                 continue
             if known is None or known.hardware_id != node.hardware_id:
                 return None
             found.append(node)
         return found
 
+    def _moved(self, view: View) -> frozenset[str]:
+        """Keys of hardware that is kept out now and was not, or the other way round, or for another reason."""
+        now = out_records(view)
+        if now is self.out:
+            return frozenset()
+        return frozenset(key for key in now.keys() | self.out.keys() if now.get(key) is not self.out.get(key))
+
 
 _scan = _Scan()
+_out_records: Memo[dict[str, QuarantineRecord]] = Memo()
+
+
+def out_records(view: View) -> dict[str, QuarantineRecord]:
+    """{key: record} of the hardware that is kept out."""
+    return _out_records.get(
+        (view.quarantine,), None, lambda: {key: record for key, record in view.quarantine.items() if record.state in quarantine.OUT}
+    )
 
 
 def _find_blocked(view: View, job: JobView) -> dict[str, str]:
-    rules = (view.quarantine, view.cordoned, view.drains, job.spec)
+    rules = (view.cordoned, view.drains, job.spec)
     changed = _scan.changed(view, rules)
     if changed is None:
         found = {name: why for name, node in view.nodes.items() if (why := why_not(view, node, job))}
@@ -100,7 +113,7 @@ def _find_blocked(view: View, job: JobView) -> dict[str, str]:
         again = {node.name: why_not(view, node, job) for node in changed}
         merged = _scan.found | again
         found = {name: why for name in view.nodes if (why := merged.get(name))} if again else _scan.found
-    _scan.rules, _scan.nodes, _scan.found = rules, view.nodes, found
+    _scan.rules, _scan.nodes, _scan.found, _scan.out = rules, view.nodes, found, out_records(view)
     return found
 
 
@@ -128,15 +141,23 @@ def _find_eligible(view: View, job: JobView, taken: frozenset[str], without: fro
     previous = list(job.generation.spec.nodes) if job.generation else []
     known = set(previous)
     order = [name for name in previous if name in view.nodes] + sorted(name for name in view.nodes if name not in known)
+    kept_out = out.keys() | taken | without
     seats: list[Seat] = []
+    most, each, nodes, fresh_start = (
+        max(job.spec.max_nodes, job.spec.min_nodes),
+        job.spec.nproc_per_node,
+        view.nodes,
+        job.generation is None,
+    )
     for name in order:
-        if len(seats) >= max(job.spec.max_nodes, job.spec.min_nodes):
-            break
-        if name in taken or name in without or name in out:
+        if name in kept_out:
             continue
-        if job.generation is not None and name not in known and not view.nodes[name].spare_store:
+        node = nodes[name]
+        if not fresh_start and not node.spare_store and name not in known:
             continue  # its shim is not ready: a running job does not wait for it
-        seats.append(Seat(node=name, slots=slots_for(view.nodes[name], job.spec)))
+        seats.append(Seat(node=name, slots=min(node.slots, each)))
+        if len(seats) == most:
+            break
     return _in_places(job, previous, seats)
 
 
@@ -150,10 +171,12 @@ def _in_places(job: JobView, previous: list[str], seats: list[Seat]) -> tuple[Se
     placed: list[Seat] = []
     for name in previous:
         slots = len(job.generation.members[name].workers)
-        seat = stay.get(name) or next((seat for seat in fresh if seat.slots == slots), None)
+        seat = stay.get(name)
+        if seat is None:
+            seat = next((seat for seat in fresh if seat.slots == slots), None)
+            fresh = [other for other in fresh if other is not seat]
         if seat is not None:
             placed.append(seat)
-            fresh = [other for other in fresh if other is not seat]
     return (*placed, *fresh)
 
 

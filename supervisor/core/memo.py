@@ -7,6 +7,7 @@ nodes are done once per change of the nodes, not once per event. The functions s
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from operator import is_
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,9 +21,10 @@ class Memo(Generic[T]):
         self._entries: list[tuple[tuple[object, ...], Hashable, T]] = []
 
     def get(self, parts: tuple[object, ...], small: Hashable, make: Callable[[], T]) -> T:
-        """The result for these `parts` (compared by identity) and `small` (compared by value); computed when it is not known."""
+        """The result for these `parts` (compared by identity, always as many of them) and `small` (compared by value); computed when
+        it is not known."""
         for known, value, result in self._entries:
-            if value == small and len(known) == len(parts) and all(one is other for one, other in zip(known, parts, strict=True)):
+            if value == small and all(map(is_, known, parts)):
                 return result
         result = make()
         self._entries.insert(0, (parts, small, result))

@@ -12,6 +12,8 @@ from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import QuarantineRecord
 from regrow.supervisor.core.view import NodeView, View
 
+_moving: Memo[tuple[QuarantineRecord, ...]] = Memo()
+"""Records that time or evidence may move on: those of hardware that was repaired long ago are many and stay as they are."""
 _bad: Memo[tuple[NodeView, ...]] = Memo()
 _cleared: Memo[tuple[NodeView, ...]] = Memo()
 _CLEAR_SECONDS = 10.0
@@ -20,7 +22,7 @@ _CLEAR_SECONDS = 10.0
 
 def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
     """Put out what its own verdict condemns, and move every record on when it is due."""
-    for record in view.quarantine.values():
+    for record in _moving.get((view.quarantine,), None, lambda: tuple(it for it in view.quarantine.values() if it.state != "healthy")):
         _move_on(view, record, policy, now, draft)
     for node in _cleared.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if node.clear_asked)):
         if node.reachable:
@@ -32,8 +34,6 @@ def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
 
 
 def _move_on(view: View, record: QuarantineRecord, policy: Policy, now: float, draft: Draft) -> None:
-    if record.state == "healthy":
-        return
     node = view.nodes.get(record.node)
     if record.node in view.clears and record.state in (*quarantine.OUT, "suspect"):
         cleared = msgspec.structs.replace(record, state="probation", since=now, until=now + policy.probation_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import msgspec
@@ -99,7 +100,9 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
     looks: list[float] = []
     waiting: list[str] = []
     everyone_gone = len(view.nodes) > 1 and not any(node.reachable for node in view.nodes.values())
-    for member in _suspicious(view, generation):
+    members, due = _suspicious(view, generation, policy, now)
+    looks += [due] if due is not None else []
+    for member in members:
         if member.workers and all(worker.rank in finished for worker in member.workers):
             continue
         found, look = _of_member(view, job, generation, member, policy, now, failing=failing, everyone_gone=everyone_gone)
@@ -139,11 +142,25 @@ def singled_out(view: View, generation: GenerationView, symptoms: tuple[Symptom,
 _members: Memo[tuple[Member, ...]] = Memo()
 
 
-def _suspicious(view: View, generation: GenerationView) -> tuple[Member, ...]:
-    """Members that need a look: all of them until the first step, then those that something is the matter with."""
-    if generation.first_step_at is None:
-        return tuple(generation.members.values())
-    return _members.get((view.nodes, generation.members), None, lambda: _matter(view, generation))
+def _suspicious(view: View, generation: GenerationView, policy: Policy, now: float) -> tuple[tuple[Member, ...], float | None]:
+    """Members that something is the matter with, or that are over a deadline of a start; and the next such deadline."""
+    matter = _members.get((view.nodes, generation.members), None, lambda: _matter(view, generation))
+    recorded = generation.recorded_at
+    if generation.first_step_at is not None or generation.adopted or recorded is None:
+        return matter, None
+    first = recorded + policy.start_seconds if level(generation) > 0 else math.inf
+    next_due = math.inf
+    over: list[Member] = []
+    for member in generation.members.values():
+        due = first
+        if "started" not in member.phases:
+            due = (member.sent_at if member.sent_at is not None else recorded) + policy.phase_seconds
+        if due <= now:
+            over.append(member)
+        elif due < next_due:
+            next_due = due
+    known = {member.node for member in matter}
+    return (*matter, *(member for member in over if member.node not in known)), next_due if next_due < math.inf else None
 
 
 def _matter(view: View, generation: GenerationView) -> tuple[Member, ...]:
