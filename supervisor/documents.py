@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from regrow.supervisor.core import goodput, membership, phases, quarantine, rates, symptoms
+from regrow.supervisor.core import goodput, ledger, membership, phases, quarantine, rates, symptoms
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import GenerationView, Incident, JobView, Member, NodeView, View
 
@@ -105,7 +105,7 @@ def job_summary(job: JobView, now: float) -> dict[str, Any]:
             }
             for _, item in sorted(job.checkpoints.items())
         ],
-        "restarts": len(job.ledger.charges),
+        "restarts": ledger.num_charges(job.ledger),
         "failures_per_hour": rates.failure_rate(job, now) * 3600,
         "advice": "failures come in batches: fix machines first" if rates.in_batches(job, now, _ADVICE_SECONDS) is not None else "",
         "goodput": goodput.ratio(job, now),

@@ -164,9 +164,8 @@ def _put_scaling(page: Page, name: str, mesh: str, base: str, one: float, size: 
 
 
 def _put_failures(page: Page, name: str, job: JobView, generation: GenerationView | None, policy: Policy, now: float) -> None:
-    causes = [charge.cause for charge in job.ledger.charges]
     for cause in telemetry.CAUSES:
-        page.put("regrow_failures", causes.count(cause), name, cause)
+        page.put("regrow_failures", ledger.num_charges(job.ledger, cause), name, cause)
     page.put("regrow_restarts", max(0, job.highest_generation - 1), name)
     budget = ledger.budget(job.spec, policy, "program")
     most = max(len(ledger.counted(job.ledger, policy, now, cause)) for cause in ("program", "unknown"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 
 import msgspec
 
@@ -17,6 +18,9 @@ PROGRAM = "program"
 BUDGETED = ("infrastructure", "preemption", "program", "unknown")
 MACHINE = ("infrastructure", "preemption")
 """Causes that are not the program's."""
+KEPT = 1024
+"""Charges that are kept one by one, as many as the largest default budget of a day: the record must fit into a value of etcd
+(1.5 MB) however long a job runs."""
 BLAMES_PROGRAM = (PROGRAM, "unknown")
 DO_NOT_REQUEUE = 78
 """Exit code for a scheduler: the program is at fault, the same start would fail again (EX_CONFIG of sysexits)."""
@@ -101,7 +105,7 @@ def _chance(ledger: LedgerRecord, charge: Charge, unexplained: list[Charge], spe
     if past.since is None or not unexplained:
         return 0.0
     first = min(other.at for other in unexplained)
-    before = sum(1 for other in ledger.charges if other.at < first and other.incident != charge.incident)
+    before = sum(1 for other in ledger.charges if other.at < first and other.incident != charge.incident) + sum(ledger.forgotten.values())
     rate = posterior_rate(before, max(0.0, first - past.since), spec.checkpoint.prior_failures_per_hour)
     return poisson_tail(len(unexplained), rate * max(0.0, charge.at - first))
 
@@ -167,7 +171,17 @@ def add(ledger: LedgerRecord, charge: Charge) -> LedgerRecord:
             return ledger
         moved = msgspec.structs.replace(known, cause=charge.cause, fingerprint="", early=False, text=charge.text)
         return msgspec.structs.replace(ledger, charges=tuple(moved if other is known else other for other in ledger.charges))
-    return msgspec.structs.replace(ledger, charges=(*ledger.charges, charge), frontier=max(ledger.frontier, charge.step))
+    charges = (*ledger.charges, charge)
+    old, kept = charges[:-KEPT], charges[-KEPT:]
+    forgotten = dict(Counter(ledger.forgotten) + Counter(item.cause for item in old)) if old else ledger.forgotten
+    return msgspec.structs.replace(ledger, charges=kept, forgotten=forgotten, frontier=max(ledger.frontier, charge.step))
+
+
+def num_charges(ledger: LedgerRecord, cause: str | None = None) -> int:
+    """How many restarts were ever charged, to one cause or to any."""
+    if cause is None:
+        return len(ledger.charges) + sum(ledger.forgotten.values())
+    return sum(1 for charge in ledger.charges if charge.cause == cause) + ledger.forgotten.get(cause, 0)
 
 
 def restore_due(ledger: LedgerRecord, policy: Policy, now: float) -> float | None:

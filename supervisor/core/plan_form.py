@@ -146,7 +146,7 @@ def _record(
     names = tuple(members)
     committing = view.nodes[names[0]]
     book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger
-    added = len(book.charges) - len(job.ledger.charges)
+    added = ledger.num_charges(book) - ledger.num_charges(job.ledger)
     text = f"{why.note or 'form'}: mesh {choice.mesh} on {len(names)} nodes ({choice.reason}), restore {point.reason}"
     spec = wire.GenerationSpec(
         job=job.spec.job,
@@ -162,7 +162,7 @@ def _record(
         restore=point.point,
         committing_node=names[0],
         commit_address=committing.peer_address,
-        restart_count=len(book.charges),
+        restart_count=ledger.num_charges(book),
         reason=text[:500],
         failures_per_second=rates.failure_rate(job, now, more=added),
         in_place=in_place,

@@ -19,7 +19,7 @@ def failure_rate(job: JobView, now: float, *, more: int = 0) -> float:
     See `ledger.posterior_rate`.
     """
     seconds = max(0.0, now - job.submitted_at)
-    return ledger.posterior_rate(len(job.ledger.charges) + more, seconds, job.spec.checkpoint.prior_failures_per_hour)
+    return ledger.posterior_rate(ledger.num_charges(job.ledger) + more, seconds, job.spec.checkpoint.prior_failures_per_hour)
 
 
 def over_dispersed(job: JobView) -> float | None:

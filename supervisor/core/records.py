@@ -39,6 +39,8 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
     cause: str = ""
     num_incidents: int = 0
+    forgotten: dict[str, int] = {}
+    """{cause: number} of charges that are too old to be kept one by one."""
     since: float = 0.0
     """When the job was submitted, Unix seconds: failures over a shorter time would be a higher rate. 0: not known."""
     version: int = wire.PROTOCOL_VERSION

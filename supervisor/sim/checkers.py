@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from regrow import wire
 from regrow.errors import InternalError
+from regrow.supervisor.core import ledger
 from regrow.supervisor.core.invariants import check
 from regrow.supervisor.core.view import View
 
@@ -104,5 +105,6 @@ class Checkers:
         """The ledger is honest: no more charges than things that broke."""
         self.num_checked += 1
         for name, job in view.jobs.items():
-            if len(job.ledger.charges) > num_faults:
-                self.fail(now, f"{name} is charged {len(job.ledger.charges)} times for {num_faults} faults")
+            charged = ledger.num_charges(job.ledger)
+            if charged > num_faults:
+                self.fail(now, f"{name} is charged {charged} times for {num_faults} faults")

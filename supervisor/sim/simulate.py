@@ -10,6 +10,7 @@ from typing import TextIO
 
 import msgspec
 
+from regrow.supervisor.core import ledger
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.sim.accounts import LOST, Summary
@@ -89,7 +90,7 @@ def run_seed(
         world.loop.run(setup.seconds)
         world.life.finish()
         summary = world.accounts.close(nodes=setup.nodes, reserved=setup.reserved)
-        charges = len(world.leader.view.jobs[JOB].ledger.charges) if JOB in world.leader.view.jobs else 0
+        charges = ledger.num_charges(world.leader.view.jobs[JOB].ledger) if JOB in world.leader.view.jobs else 0
         if converge:
             _converge(world)
     finally:

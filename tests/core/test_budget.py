@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from world import POLICY, World, running, spec
 
@@ -135,3 +136,15 @@ def test_a_machine_that_says_nothing_leaves_it_with_the_program() -> None:
     world.wait(POLICY.verdict_seconds)
     assert world.job.outcome is not None
     assert "the program failed before the first step" in world.job.outcome.reason
+
+
+def test_a_ledger_of_a_long_job_fits_into_the_store() -> None:
+    book = LedgerRecord()
+    for number in range(5000):
+        book = ledger.add(book, charge(1080.0 * number, number, cause="unknown" if number % 10 == 0 else "infrastructure", text="x" * 500))
+    assert len(msgspec.json.encode(book)) < 1_000_000
+    assert ledger.num_charges(book) == 5000
+    assert ledger.num_charges(book, "unknown") == 500
+    assert [item.step for item in book.charges[-2:]] == [4998, 4999]
+    again = ledger.add(book, charge(1.0, 4999, incident=book.charges[-1].incident))
+    assert ledger.num_charges(again) == 5000, "one incident is one charge"
