@@ -180,6 +180,10 @@ def _in_places(job: JobView, previous: list[str], seats: list[Seat]) -> tuple[Se
     return (*placed, *fresh)
 
 
+FEW = "usable nodes"
+"""In the reason of a job that is parked for lack of nodes, behind their number."""
+
+
 def may_form(previous: tuple[str, ...], seats: tuple[Seat, ...], min_nodes: int) -> str:
     """Why these nodes may not form; empty when they may.
 
@@ -187,7 +191,7 @@ def may_form(previous: tuple[str, ...], seats: tuple[Seat, ...], min_nodes: int)
     the previous generation is needed.
     """
     if len(seats) < max(1, min_nodes):
-        return f"{len(seats)} usable nodes, at least {max(1, min_nodes)} needed"
+        return f"{len(seats)} {FEW}, at least {max(1, min_nodes)} needed"
     if min_nodes < 1 and previous:
         kept = sum(1 for seat in seats if seat.node in previous)
         if 2 * kept <= len(previous):

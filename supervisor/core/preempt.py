@@ -87,8 +87,10 @@ def _rank(job: JobView) -> tuple[int, float, str]:
 
 
 def _waits(job: JobView) -> bool:
+    """For nodes: a job that is parked for another reason (no legal mesh) would not use them."""
     idle = job.generation is None or job.generation.stage == "ended"
-    return job.outcome is None and job.command == "run" and not job.paused and idle
+    otherwise = bool(job.parked) and not job.parked.partition(" ")[2].startswith(membership.FEW)
+    return job.outcome is None and job.command == "run" and not job.paused and idle and not otherwise
 
 
 def _waiting_since(job: JobView) -> float:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from world import World, spec
 
+from regrow.ids import MeshShape
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import preempt
@@ -143,3 +144,13 @@ def test_free_nodes_wait_with_the_job_that_comes_first() -> None:
     assert found.kept == {"d": "high"}
     assert found.denied("low") == {"c", "d"}
     assert found.denied("high") == frozenset()
+
+
+def test_a_job_that_no_node_would_help_holds_up_nobody() -> None:
+    table = {2: MeshShape(dp=2)}
+    world = cluster(("low", {"max_nodes": 6}), nodes="abc")
+    submit(world, "high", priority=5, min_nodes=2, max_nodes=2, nproc_per_node=1, mesh_table=table, mesh=MeshShape(dp=8, pp=4))
+    assert preempt.claims(world.view, ON, world.now + WAIT).nodes
+    job = msgspec.structs.replace(world.view.jobs["high"], parked="no legal mesh for 2 workers on 2 nodes")
+    view = msgspec.structs.replace(world.view, jobs=world.view.jobs | {"high": job})
+    assert preempt.claims(view, ON, world.now + WAIT) == preempt.Claims()
