@@ -191,3 +191,31 @@ def test_each_tier_has_an_interval_of_its_own(regrow: Regrow) -> None:
     assert (storage["interval_seconds"], storage["rule"]) == (pytest.approx(math.sqrt(2 * 2 * 3 * 3600 / 0.1)), "formula")
     for broken in ("disk", "disk:2:1:1", "disk:0.5:-1:1", "disk:a:b:c", "disk:0.5:1:nan"):
         assert regrow("interval", "--mtbf-hours", 3, "--save-seconds", 2, "--tier", broken)[0] == 2
+
+
+def test_presets(regrow: Regrow) -> None:
+    _, document, _ = regrow("interval", "--preset", "bloom")
+    assert document["t_opt_hours"] * 3600 == pytest.approx(6956, rel=1e-3)
+    assert document["steps"] == 66
+    _, document, _ = regrow("interval", "--preset", "seed")
+    assert document["t_opt_hours"] == pytest.approx(5.282, rel=1e-3)
+    _, document, _ = regrow("interval", "--preset", "llama3", "--save-seconds", 30)
+    assert document["mtbf_hours"] == pytest.approx(54 * 24 / 419, rel=1e-6)
+    assert "2407.21783" in document["preset"]["source"]
+
+
+def test_flags_win_over_a_preset(regrow: Regrow) -> None:
+    _, document, _ = regrow("interval", "--preset", "bloom", "--failures-per-hour", 1, "--save-seconds", 10, "--method", "daly")
+    assert (document["mtbf_hours"], document["method"]) == (1.0, "daly")
+    assert document["coefficients"] == {"save_seconds": 10.0}
+    code, document, _ = regrow("interval", "--preset", "llama3")
+    assert (code, document["error"]["where"]) == (2, "--save-seconds")
+    code, document, _ = regrow("interval", "--preset", "opt")
+    assert (code, "bloom" in document["error"]["hint"]) == (2, True)
+
+
+def test_a_hopeless_rate_is_told(regrow: Regrow) -> None:
+    _, document, _ = regrow("interval", "--mtbf-hours", 1, "--save-seconds", 600, "--restore-seconds", 900)
+    assert any("hardly advances" in warning for warning in document["warnings"])
+    _, document, _ = regrow("interval", "--mtbf-hours", 24, "--save-seconds", 30, "--restore-seconds", 60)
+    assert not document["warnings"]

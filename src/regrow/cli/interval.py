@@ -20,6 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def interval(
     *,
+    preset: Annotated[
+        str | None, typer.Option(help="seed, bloom or llama3: published numbers where no flag is given.", rich_help_panel=_RATE)
+    ] = None,
     failures_per_hour: Annotated[float | None, typer.Option(help="Failures of the job an hour.", rich_help_panel=_RATE)] = None,
     mtbf_hours: Annotated[float | None, typer.Option(help="Mean time between failures of the job.", rich_help_panel=_RATE)] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of the job, with --rate-per-gpu-hour.", rich_help_panel=_RATE)] = None,
@@ -69,6 +72,8 @@ def _show(document: dict[str, Any]) -> None:
     def line(text: str) -> None:
         typer.echo(text)
 
+    if document["preset"]:
+        line(f"preset     {document['preset']['name']}: {document['preset']['source']}")
     mtbf, hours = document["mtbf_hours"], document["t_opt_hours"]
     line(f"failures   {document['failures_per_hour']:.4g} an hour: MTBF {mtbf:.4g} h ({document['rate_scope']})")
     line(f"formula    {document['method']}: {document['formula']}")

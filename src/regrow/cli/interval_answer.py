@@ -14,6 +14,8 @@ from regrow.parallel import draw
 LLAMA3_RATE = 419 / (16384 * 54 * 24)
 """All-cause rate a GPU and hour of Llama 3 405B: 419 interruptions, 16,384 GPUs, 54 days (https://arxiv.org/abs/2407.21783)."""
 _MOST = 1e12
+_HOPELESS = 0.5
+"""Share of the time lost beyond which no interval helps. Ours."""
 _POSITIVE = ("failures_per_hour", "mtbf_hours", "rate_per_gpu_hour", "observed_hours", "gpus", "a", "b", "max_seconds", "keep")
 _NOT_NEGATIVE = (
     "save_seconds",
@@ -35,6 +37,35 @@ _FORMULAS = {
     "daly": "T* = sqrt(2 C M) (1 + sqrt(C/2M)/3 + C/2M/9) - C",
     "exact": "T* = M (1 + W0(-exp(-1 - C/M))), the minimum for exponential failures",
 }
+PRESETS: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"failures_per_hour": 0.5, "method": "seed"}, "seed text, example 9.6.3: a = 4, b = 55.8, half a failure an hour"),
+    "bloom": (
+        {"mtbf_hours": 168.0, "save_seconds": 40.0, "step_seconds": 105.0, "method": "young"},
+        "BLOOM 176B on 384 GPUs (https://arxiv.org/abs/2211.05100): a failure a week, saves of 40 s, steps of 105 s",
+    ),
+    "llama3": (
+        {"gpus": 16384, "rate_per_gpu_hour": LLAMA3_RATE, "method": "exact"},
+        "Llama 3 405B on 16,384 GPUs: 419 interruptions in 54 days (https://arxiv.org/abs/2407.21783); its time of a save is not published",
+    ),
+}
+_RATES = ("failures_per_hour", "mtbf_hours", "rate_per_gpu_hour", "observed_hours")
+
+
+def _with_preset(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags with a preset's numbers where the user gave none; a rate of the user's replaces the preset's."""
+    name = flags["preset"]
+    if name is None:
+        return flags
+    if name not in PRESETS:
+        raise ConfigurationError(f"unknown preset {name!r}", where="--preset", hint=f"one of {', '.join(PRESETS)}")
+    own_rate = any(flags[each] is not None for each in _RATES)
+    own_method = flags["method"] is not None
+    numbers = {
+        key: value
+        for key, value in PRESETS[name][0].items()
+        if not flags[key] and not (own_rate and key in _RATES) and not (own_method and key == "method")
+    }
+    return flags | numbers
 
 
 def answer(flags: dict[str, Any]) -> dict[str, Any]:
@@ -43,6 +74,7 @@ def answer(flags: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: no rate, several rates, or numbers that mean nothing.
     """
+    flags = _with_preset(flags)
     _check(flags)
     rate, scope, warnings = _rate(flags)
     mtbf = 1.0 / rate
@@ -61,9 +93,15 @@ def answer(flags: dict[str, Any]) -> dict[str, Any]:
     )
     chosen = Controller(bounds).apply(optimum * 3600.0, measured, rate / 3600.0)
     warnings += [*chosen.warnings, *interval.storage_warnings(flags["checkpoint_gb"], flags["storage_gb"], flags["keep"])]
+    if chosen.overhead_ratio > _HOPELESS:
+        warnings.append(
+            f"saves, lost work and recovery take more than {_HOPELESS:.0%} of the time: at this failure rate training hardly advances;"
+            " repair the machines first (failures in batches are one cause, not many), then speed up restore and save"
+        )
     if method == "seed" and flags["save_seconds"] is not None and flags["b"] is None:
         warnings.append("the seed preset has its own cost of saving (b = 55.8): --save-seconds does not enter T*")
     return {
+        "preset": {"name": flags["preset"], "source": PRESETS[flags["preset"]][1]} if flags["preset"] else None,
         "t_opt_hours": optimum,
         "method": method,
         "formula": _FORMULAS[method],
