@@ -132,7 +132,7 @@ class _Gloo:
         if torch is None or futex is None:
             return None
         try:
-            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+            library = ctypes.CDLL(str(Path(str(torch.__file__)).parent / "lib" / "libtorch_cpu.so"))
             return cls(library, ctypes.CDLL("libstdc++.so.6"), futex)
         except (OSError, AttributeError, ValueError) as error:
             _log.info("in place: threads that gloo forgets cannot be freed: %s", error)

@@ -149,13 +149,13 @@ def _nbytes(part: Part) -> int:
 def _pack(parts: list[Part], held: dict[str, torch.Tensor]) -> torch.Tensor:
     pieces = [_region(held[part.source.name], part, part.source).cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts]
     data = torch.cat(pieces)
-    digest = xxhash.xxh3_64_digest(data.numpy())
+    digest = xxhash.xxh3_64_digest(data.numpy().data)
     return torch.cat([data, torch.frombuffer(bytearray(digest), dtype=torch.uint8)])
 
 
 def _unpack(buffer: torch.Tensor, parts: list[Part], local: dict[str, torch.Tensor], giver: int) -> None:
     data = buffer[:-_DIGEST_BYTES]
-    if xxhash.xxh3_64_digest(data.numpy()) != buffer[-_DIGEST_BYTES:].numpy().tobytes():
+    if xxhash.xxh3_64_digest(data.numpy().data) != buffer[-_DIGEST_BYTES:].numpy().tobytes():
         raise OperationalError(f"state from the memory of rank {giver} is not what was sent", hint="the checkpoint is taken instead")
     at = 0
     for part in parts:

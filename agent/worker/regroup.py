@@ -150,7 +150,7 @@ class Watcher:
             self.num_broken += gloo.shut_down()
             freed = self._waiters.free()
         if freed:
-            _log.info("in place: %d threads freed that gloo would have left waiting", freed)
+            _log.warning("in place: %d threads freed that gloo would have left waiting", freed)
         return True
 
 
