@@ -200,6 +200,8 @@ def checkpoint_moved(job: JobView, event: e.CheckpointMoved) -> JobView:
     if event.state != "committed":
         return job
     known = job.checkpoints.get(event.step)
+    if known is None and any(item.generation == event.generation and item.step > event.step for item in job.checkpoints.values()):
+        return job  # word that was kept while nobody led: a generation commits in order, this one was removed since
     found = CheckpointView(
         step=event.step,
         generation=event.generation,

@@ -69,3 +69,17 @@ def test_goodput_is_known_again_after_a_few_steps_of_the_adopted_generation() ->
     assert after.job.effort.best_gpu_seconds_per_step is not None
     assert goodput.ratio(after.job, after.now) is not None
     assert str(after.generation.spec.mesh) in after.job.mesh_seconds
+
+
+def test_word_of_a_checkpoint_that_was_removed_since_does_not_bring_it_back() -> None:
+    """An agent keeps what it could not tell while nobody led: by then its retention has removed the older ones."""
+    world = running("n0", "n1", steps=10, commit=None)
+    world.commit(8)
+    world.commit(10)
+    world.commit(6)
+    assert sorted(world.job.checkpoints) == [8, 10]
+    world.commit(8, evidence=("replica_consistent",))
+    assert world.job.checkpoints[8].evidence == ("replica_consistent",)
+    world.step(11)
+    world.commit(11)
+    assert 11 in world.job.checkpoints
