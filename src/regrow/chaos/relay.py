@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Literal
 
 Direction = Literal["up", "down"]
@@ -46,7 +46,7 @@ class Weather:
             await asyncio.sleep(size / self.rate)
 
     @contextlib.contextmanager
-    def connection(self, *writers: asyncio.StreamWriter):
+    def connection(self, *writers: asyncio.StreamWriter) -> Generator[None]:
         """While a connection lasts: a cut ends it."""
         self._writers.update(writers)
         try:
