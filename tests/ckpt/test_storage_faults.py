@@ -149,7 +149,8 @@ async def test_slow_storage_is_waited_for_by_nobody(storage, trainer):
     assert await save(small, 2) == "snapshot"
     await committer.until("complete")
     await heard(small, 2)
-    assert small.state.counts.write_seconds >= 0.05 > small.state.counts.stall_seconds
+    assert small.state.counts.write_seconds >= 0.2
+    assert small.state.counts.stall_seconds < small.state.counts.write_seconds
     assert newest(folder).step == 2
 
 

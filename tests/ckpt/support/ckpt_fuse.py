@@ -15,7 +15,7 @@ from typing import Any
 import mfusepy as fuse
 
 _ERRORS = {"eio-write": errno.EIO, "eio-fsync": errno.EIO, "eio-read": errno.EIO, "erofs": errno.EROFS, "enospc": errno.ENOSPC}
-_SLOW_SECONDS = 0.05
+_SLOW_SECONDS = 0.2
 _STATS = ("st_gid", "st_mode", "st_nlink", "st_size", "st_uid")
 _TIMES = ("st_atime", "st_ctime", "st_mtime")
 
