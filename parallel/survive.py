@@ -14,7 +14,7 @@ from regrow.ids import MeshShape
 from regrow.parallel import shape
 from regrow.parallel.planner import Row, plan
 from regrow.parallel.reroute import reroute
-from regrow.parallel.search import Plan, Request
+from regrow.parallel.search import Plan, Request, judge, widest_dp
 
 _MARGIN = 0.05
 """Share of the repair time that a new TP or PP must save to be chosen. Ours: the model ranks plans, it is off by more than
@@ -204,6 +204,64 @@ def _verdict(options: list[Option], before: Plan, request: Request, recovery: Re
     if gain > 0:
         return f"{text}; {scale}: new TP or PP would save {gain:.0f} s, less than {_MARGIN:.0%} of the repair time"
     return f"{text}; {scale}: new TP or PP would not pay back {replan.transition_seconds:.0f} s of re-sharding"
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do when a job on all nodes comes down to a row of the plan table."""
+
+    kind: str
+    """none, drop replicas (TP, PP, CP and EP stay) or new mesh."""
+    plan: Plan
+    """The plan to change to: the row's, or that of dropped replicas where the row's does not pay for its transition."""
+    moved_bytes: float
+    transition_seconds: float
+    lost_seconds: float
+
+
+def changes(request: Request, rows: tuple[Row, ...], recovery: Recovery) -> tuple[Change | None, ...]:
+    """For each row the change from the first row's plan that loses least until the repair; None: nothing fits.
+
+    A new mesh must save 5 % of the repair time against dropping replicas, as in `after_loss`.
+
+    Raises:
+        ConfigurationError: a recovery cost that is negative or not finite.
+    """
+    _check(recovery)
+    before = rows[0].plan if rows else None
+    order = request.inventory.by_loss()
+    made: list[Change | None] = []
+    for row in rows:
+        if row.plan is None:
+            made.append(None)
+        elif before is None or row.nodes == rows[0].nodes:
+            made.append(Change(kind="none", plan=row.plan, moved_bytes=0.0, transition_seconds=0.0, lost_seconds=0.0))
+        else:
+            here = msgspec.structs.replace(request, inventory=msgspec.structs.replace(request.inventory, nodes=order[: row.nodes]))
+            made.append(_change(here, before, row.plan, recovery))
+    return tuple(made)
+
+
+def _change(here: Request, before: Plan, best: Plan, recovery: Recovery) -> Change:
+    options = [_option("re-plan", before, best, recovery, "")]
+    mesh = before.mesh
+    if any(getattr(best.mesh, axis) != getattr(mesh, axis) for axis in ("tp", "pp", "cp", "ep")):
+        replicas = here.inventory.tp_groups(mesh.tp) // (mesh.pp * mesh.cp)
+        dp = widest_dp(here, min(replicas, mesh.dp), before.micro_batch, mesh.tp * mesh.cp, mesh.ep)
+        same = msgspec.structs.replace(here, schedule=before.setup.schedule, virtual=before.setup.virtual, dp=None)
+        kept = judge(same, msgspec.structs.replace(mesh, dp=dp), before.micro_batch) if dp else ""
+        if isinstance(kept, Plan):
+            options.append(_option("shrink", before, kept, recovery, ""))
+            if options[1].lost_seconds - options[0].lost_seconds < _MARGIN * recovery.repair_seconds:
+                options.reverse()
+        kind = "new mesh" if options[0].name == "re-plan" else "drop replicas"
+    else:
+        kind = "drop replicas"
+    first = options[0]
+    assert first.plan is not None
+    chosen = msgspec.structs.replace(first.plan, gpus_idle=here.inventory.gpus - first.plan.gpus_used)
+    return Change(
+        kind=kind, plan=chosen, moved_bytes=first.moved_bytes, transition_seconds=first.transition_seconds, lost_seconds=first.lost_seconds
+    )
 
 
 class Spares(msgspec.Struct, frozen=True, kw_only=True):

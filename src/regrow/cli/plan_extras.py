@@ -49,7 +49,7 @@ def add(document: dict[str, Any], request: Request, result: Result, flags: dict[
     if best is None:
         return
     if flags["table"]:
-        document["table"] = table(request, flags["rate_per_gpu_hour"], flags["repair_hours"])
+        document["table"] = table(request, flags["rate_per_gpu_hour"], recovery_of(flags))
     if flags["placement"]:
         document["placement"] = _placement(request, best)
     if flags["advise"]:
@@ -103,12 +103,7 @@ def before_and_after(request: Request, lost: int, flags: dict[str, Any]) -> dict
     before = planner.plan(request, most=1).best
     if before is None:
         return {"before": None, "after_loss": None}
-    recovery = survive.Recovery(
-        reform_seconds=flags["reform_seconds"],
-        restore_bytes_per_second=flags["restore_gb_per_second"] * 1e9,
-        repair_seconds=flags["repair_hours"] * 3600.0,
-    )
-    found = survive.after_loss(request, before, lost, recovery)
+    found = survive.after_loss(request, before, lost, recovery_of(flags))
     options = [
         {
             "name": option.name,
@@ -127,14 +122,66 @@ def before_and_after(request: Request, lost: int, flags: dict[str, Any]) -> dict
     return {"before": plan_document.plan(request, before), "after_loss": answer}
 
 
-def table(request: Request, rate_per_gpu_hour: float | None, repair_hours: float) -> dict[str, Any]:
-    """The best mesh for every number of surviving nodes, and the number of spares where a failure rate is given."""
+def recovery_of(flags: dict[str, Any]) -> survive.Recovery:
+    """What a change of mesh costs, as the flags say."""
+    return survive.Recovery(
+        reform_seconds=flags["reform_seconds"],
+        restore_bytes_per_second=flags["restore_gb_per_second"] * 1e9,
+        repair_seconds=flags["repair_hours"] * 3600.0,
+    )
+
+
+def table(request: Request, rate_per_gpu_hour: float | None, recovery: survive.Recovery) -> dict[str, Any]:
+    """The best mesh for every number of surviving nodes with the change that leads there, and the number of spares where a failure
+    rate is given."""
     rows = planner.plan_table(request)
-    made: dict[str, Any] = {"rows": [_row(row) for row in rows]}
+    found = survive.changes(request, rows, recovery)
+    made: dict[str, Any] = {
+        "rows": [_row(row) | _change(change) for row, change in zip(rows, found, strict=True)],
+        "verdict": _verdict(request, found, recovery),
+    }
     if rate_per_gpu_hour is not None:
         per_node = rate_per_gpu_hour * request.inventory.gpus / len(request.inventory.nodes)
-        made["spares"] = msgspec.to_builtins(survive.spare_nodes(rows, per_node, repair_hours))
+        made["spares"] = msgspec.to_builtins(survive.spare_nodes(rows, per_node, recovery.repair_seconds / 3600.0))
     return made
+
+
+def _change(change: survive.Change | None) -> dict[str, Any]:
+    if change is None:
+        return {"change": None}
+    return {
+        "change": {
+            "kind": change.kind,
+            "mesh": plan_document.mesh(change.plan.mesh),
+            "step_seconds": change.plan.step_seconds,
+            "gpus_idle": change.plan.gpus_idle,
+            "moved_bytes_per_rank": change.moved_bytes,
+            "transition_seconds": change.transition_seconds,
+            "lost_seconds": change.lost_seconds,
+        }
+    }
+
+
+def _verdict(request: Request, found: tuple[survive.Change | None, ...], recovery: survive.Recovery) -> str:
+    """Up to how many lost nodes the mesh stays, and where nothing fits any more."""
+    if len(found) < 2 or found[0] is None:
+        return "there is nothing to shrink"
+    hours = f"a repair in {recovery.repair_seconds / 3600.0:g} h"
+    first = next((lost for lost, change in enumerate(found) if change is None or change.kind == "new mesh"), None)
+    if first is None:
+        return f"for {hours} dropping replicas is best down to the last node"
+    end = next((lost for lost, change in enumerate(found) if change is None), len(found))
+    least = f"; with {end} nodes lost nothing fits" if end < len(found) else ""
+    if first == end:
+        return f"for {hours} dropping replicas is best while anything fits{least}"
+    kept = f"up to {_nodes(first - 1)} lost drop replicas, " if first > 1 else ""
+    share = f"one node is {request.inventory.gpus_per_node / request.inventory.gpus:.2%} of the GPUs"
+    return f"for {hours} ({share}): {kept}from {_nodes(first)} lost on a new TP, PP, CP or EP can pay{least}"
+
+
+def _nodes(number: int) -> str:
+    """1 node, 2 nodes."""
+    return f"{number} node" + ("" if number == 1 else "s")
 
 
 def _row(row: planner.Row) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def _extras(console: Console, document: Document) -> None:
         console.print(f"\nMTBF of the job {found['mtbf_hours']:.4g} h, {found['p_no_failure_24h']:.1%} of days without a failure")
     if "table" in document:
         console.print(_survivors(document["table"]["rows"]))
+        console.print(document["table"]["verdict"])
         if "spares" in document["table"]:
             console.print(f"spares: {document['table']['spares']['reason']}")
     if "placement" in document:
@@ -113,8 +114,8 @@ def _extras(console: Console, document: Document) -> None:
 def _survivors(rows: list[Document]) -> Table:
     """Rows where the mesh other than DP changes, and the ends."""
     table = Table(title="best mesh by surviving nodes (rows where more than DP changes)", title_justify="left", box=None, pad_edge=False)
-    for column in ("nodes", "GPUs", "mesh", "ZeRO", "step s", "idle"):
-        table.add_column(column, justify="left" if column == "mesh" else "right")
+    for column in ("nodes", "GPUs", "mesh", "ZeRO", "step s", "idle", "change", "GB a rank", "lost s"):
+        table.add_column(column, justify="left" if column in ("mesh", "change") else "right")
     last: object = None
     for index, row in enumerate(rows):
         mesh = row["mesh"]
@@ -123,10 +124,20 @@ def _survivors(rows: list[Document]) -> Table:
             continue
         last = kind
         if mesh is None:
-            table.add_row(str(row["nodes"]), str(row["gpus"]), "nothing fits", "", "", "")
+            table.add_row(str(row["nodes"]), str(row["gpus"]), "nothing fits")
             continue
+        change = row["change"]
+        told = change["kind"] if change["mesh"] == mesh else f"{change['kind']}: {name(change['mesh'])}, {change['step_seconds']:.4g} s"
         table.add_row(
-            str(row["nodes"]), str(row["gpus"]), name(mesh), str(row["zero_stage"]), f"{row['step_seconds']:.4g}", str(row["gpus_idle"])
+            str(row["nodes"]),
+            str(row["gpus"]),
+            name(mesh),
+            str(row["zero_stage"]),
+            f"{row['step_seconds']:.4g}",
+            str(row["gpus_idle"]),
+            told,
+            f"{change['moved_bytes_per_rank'] / 1e9:.3g}",
+            f"{change['lost_seconds']:.0f}",
         )
     return table
 
