@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,6 @@ def test_a_lemon_a_batch_and_a_bad_first_week_are_found() -> None:
     assert found["age"] >= 85, found
 
 
-def _build(failures: list[history.Failure]) -> dict[str, object]:
+def _build(failures: list[history.Failure]) -> dict[str, Any]:
     ordered = tuple(sorted(failures, key=lambda failure: failure.at_hours))
     return report.build(history.History(failures=ordered), gpus=800, end_hours=1000.0)

@@ -96,7 +96,7 @@ def _details(node: dict[str, Any]) -> None:
         for slot, uuid in enumerate(node["devices"] or ["-"] * node["slots"])
     ]
     screen.print(tables.table(("#slot", "GPU", "runs", ""), rows))
-    reads = node.get("readings") or {"gpus": {}, "problem": ""}
+    reads: dict[str, Any] = node.get("readings") or {"gpus": {}, "problem": ""}
     for slot, uuid in enumerate(node["devices"]):
         if uuid in reads["gpus"]:
             tables.indented(screen, f"GPU {slot}: {_reads(reads['gpus'][uuid])}")
