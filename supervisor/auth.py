@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -155,19 +154,12 @@ def remove_token(path: Path, name: str) -> None:
 def _rewrite(path: Path, name: str, line: str) -> None:
     try:
         before = path.read_text(encoding="utf-8").splitlines() if path.exists() else ["# NAME ROLE sha256:DIGEST"]
-        kept = [old for old in before if old.split()[:1] != [name]]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.unlink(missing_ok=True)
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write("\n".join([*kept, *([line] if line else [])]) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            fresh.chmod(path.stat().st_mode & 0o755)
-        fresh.replace(path)
+        mode = path.stat().st_mode & 0o755 if path.exists() else 0o600
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror}", where="--file", hint="check the path") from error
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}", where="--file", hint="check the path") from error
+    kept = [old for old in before if old.split()[:1] != [name]]
+    content = "\n".join([*kept, *([line] if line else [])]) + "\n"
+    security.write_whole(path, content.encode(), mode=mode, where="--file")
 
 
 def is_loopback(host: str) -> bool:

@@ -15,11 +15,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from regrow import revocation, security
 from regrow.errors import ConfigurationError
 from regrow.ids import check_name
 
 Kind = Literal["node", "supervisor", "etcd", "client"]
-CA_FILE, CA_KEY = "ca.pem", "ca.key"
+CA_FILE, CA_KEY, CRL_FILE, ISSUED_FILE = "ca.pem", "ca.key", "ca.crl", "issued"
 _BACKDATE = dt.timedelta(minutes=5)
 """Clocks of hosts differ."""
 
@@ -33,6 +34,7 @@ class Summary(msgspec.Struct, frozen=True):
     not_after: str
     days_left: float
     authority: bool
+    revoked: bool = False
 
 
 def make_authority(folder: Path, *, days: float, name: str = "regrow") -> Path:
@@ -61,7 +63,10 @@ def renew_authority(folder: Path, *, days: float, name: str = "regrow") -> Path:
 def forget_old_authorities(folder: Path) -> int:
     """Keep the newest authority only; how many went. The end of a rotation."""
     certificates = x509.load_pem_x509_certificates(_read(folder / CA_FILE))
+    own = [found for found in _lists(folder) if revocation.made_by(found, certificates[0])]
     _write(folder / CA_FILE, certificates[0].public_bytes(serialization.Encoding.PEM), mode=0o644)
+    if own:
+        _write_lists(folder, own)
     return len(certificates) - 1
 
 
@@ -75,6 +80,11 @@ def _write_authority(folder: Path, *, days: float, name: str, older: bytes) -> P
         .sign(key, hashes.SHA256())
     )
     _write(folder / CA_KEY, _pem(key), mode=0o600)
+    # From the beginning, so that who listens checks lists from the beginning. But where one authority has a list all must have one,
+    # and none can be made for an older one, whose key is gone.
+    found = _lists(folder)
+    if not older or found:
+        _write_lists(folder, [*(found if older else []), revocation.make(made, key, ())])
     _write(folder / CA_FILE, made.public_bytes(serialization.Encoding.PEM) + older, mode=0o644)
     return folder / CA_FILE
 
@@ -88,10 +98,7 @@ def issue(folder: Path, kind: Kind, name: str, *, hosts: tuple[str, ...], days: 
         ConfigurationError: no authority, a bad name, or an authority that has run out.
     """
     check_name(kind, name)
-    authority = x509.load_pem_x509_certificates(_read(folder / CA_FILE))[0]
-    signing = serialization.load_pem_private_key(_read(folder / CA_KEY), password=None)
-    if not isinstance(signing, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError(f"{folder / CA_KEY} is not an elliptic curve key", where="certs", hint="make one by `regrow certs ca`")
+    authority, signing = _authority(folder)
     if authority.not_valid_after_utc < dt.datetime.now(dt.UTC):
         raise ConfigurationError(f"the authority in {folder} has run out", where="certs", hint="regrow certs renew-ca")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -111,9 +118,56 @@ def issue(folder: Path, kind: Kind, name: str, *, hosts: tuple[str, ...], days: 
     made = builder.sign(signing, hashes.SHA256())
     target = out or folder
     paths = (target / f"{name}.pem", target / f"{name}.key")
+    revocation.remember(folder / ISSUED_FILE, name, made, authority)
     _write(paths[1], _pem(key), mode=0o600)
     _write(paths[0], made.public_bytes(serialization.Encoding.PEM), mode=0o644)
     return paths
+
+
+def revoke(folder: Path, name: str) -> int:
+    """No certificate that `name` has is trusted any more; how many there were. ca.crl is the list: copy it to every host.
+
+    Raises:
+        ConfigurationError: none was issued under this name that is still valid.
+    """
+    authority, signing = _authority(folder)
+    certificates = x509.load_pem_x509_certificates(_read(folder / CA_FILE))
+    issued = revocation.valid(folder / ISSUED_FILE, name)
+    serials = {one.serial for one in issued if one.authority == authority.serial_number}
+    older = {one.serial_number for one in certificates[1:]}
+    if not issued:
+        raise ConfigurationError(f"{name!r} has no valid certificate", where="certs revoke", hint="regrow certs show")
+    found = _lists(folder)
+    others = [one for one in found if not revocation.made_by(one, authority)]
+    if any(one.authority in older for one in issued) or not all(
+        any(revocation.made_by(one, old) for one in found) for old in certificates[1:]
+    ):
+        raise ConfigurationError(
+            "an older authority is still trusted whose key is gone, so that nothing of it can be revoked",
+            where="certs revoke",
+            hint="finish the rotation first, which leaves out all that it signed: regrow certs renew-ca --forget-old",
+        )
+    known = {entry.serial_number for one in found if revocation.made_by(one, authority) for entry in one}
+    made = revocation.make(authority, signing, tuple(sorted(known | serials)))
+    _write_lists(folder, [*others, made])
+    return len(serials - known)
+
+
+def _lists(folder: Path) -> list[x509.CertificateRevocationList]:
+    path = folder / CRL_FILE
+    return revocation.lists(_read(path)) if path.exists() else []
+
+
+def _write_lists(folder: Path, lists: list[x509.CertificateRevocationList]) -> None:
+    _write(folder / CRL_FILE, b"".join(one.public_bytes(serialization.Encoding.PEM) for one in lists), mode=0o644)
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The newest one, and its key."""
+    signing = serialization.load_pem_private_key(_read(folder / CA_KEY), password=None)
+    if not isinstance(signing, ec.EllipticCurvePrivateKey):
+        raise ConfigurationError(f"{folder / CA_KEY} is not an elliptic curve key", where="certs", hint="make one by `regrow certs ca`")
+    return x509.load_pem_x509_certificates(_read(folder / CA_FILE))[0], signing
 
 
 def summaries(folder: Path) -> list[Summary]:
@@ -125,22 +179,23 @@ def summaries(folder: Path) -> list[Summary]:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder", where="certs show", hint="give the --dir of `regrow certs ca`")
     found: list[Summary] = []
+    revoked = {entry.serial_number for one in _lists(folder) for entry in one}
     for path in sorted(folder.glob("*.pem")):
         try:
             certificates = x509.load_pem_x509_certificates(path.read_bytes())
         except ValueError as error:
             raise ConfigurationError(f"{path} holds no certificate: {error}", where="certs show", hint="move it elsewhere") from error
-        found += [_summary(path, one) for one in certificates]
+        found += [_summary(path, one, revoked=one.serial_number in revoked) for one in certificates]
     return sorted(found, key=lambda one: one.days_left)
 
 
-def _summary(path: Path, one: x509.Certificate) -> Summary:
+def _summary(path: Path, one: x509.Certificate, *, revoked: bool) -> Summary:
     names: tuple[str, ...] = ()
     with contextlib.suppress(x509.ExtensionNotFound):
         names = tuple(str(item.value) for item in one.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     left = (one.not_valid_after_utc - dt.datetime.now(dt.UTC)).total_seconds() / 86400.0
     authority = bool(one.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
-    return Summary(path.name, one.subject.rfc4514_string(), names, one.not_valid_after_utc.isoformat(), round(left, 2), authority)
+    return Summary(path.name, one.subject.rfc4514_string(), names, one.not_valid_after_utc.isoformat(), round(left, 2), authority, revoked)
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float) -> x509.CertificateBuilder:
@@ -192,14 +247,4 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, content: bytes, *, mode: int) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.unlink(missing_ok=True)
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror}", where="certs", hint="check --dir") from error
+    security.write_whole(path, content, mode=mode, where="certs")

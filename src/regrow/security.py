@@ -28,6 +28,11 @@ class Files(msgspec.Struct, frozen=True):
     key: str = ""
     ca: str = ""
 
+    @property
+    def lists(self) -> str:
+        """Where a list of revoked certificates is looked for: ca.crl beside ca.pem. It need not be there."""
+        return str(Path(self.ca).with_suffix(".crl")) if self.ca else ""
+
     def check(self, where: str) -> None:
         """All three or none; each can be read; the key only by its owner.
 
@@ -73,11 +78,37 @@ def check_private(path: str, where: str, *, mask: int = 0o077) -> None:
         raise ConfigurationError(f"{path} is open to others (mode {mode:03o})", where=where, hint=f"chmod {mode & ~mask:03o} {path}")
 
 
-def _stamp(files: Files) -> tuple[int, ...]:
-    return tuple(Path(path).stat().st_mtime_ns for path in (files.certificate, files.key, files.ca) if path)
+def write_whole(path: Path, content: bytes, *, mode: int, where: str) -> None:
+    """Write a file so that others see the old content or the new one, never a part, and at no time with more rights than `mode`.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.unlink(missing_ok=True)
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror}", where=where, hint="check the path") from error
 
 
-def _context(files: Files, side: Literal["server", "client"], *, clients_show: bool) -> ssl.SSLContext:
+def _stamp(files: Files, *, lists: bool) -> tuple[int, ...]:
+    named = (files.certificate, files.key, files.ca, files.lists if lists else "")
+    return tuple(Path(path).stat().st_mtime_ns for path in named if path)
+
+
+def _context(files: Files, side: Literal["server", "client"], *, clients_show: bool, lists: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "server" else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the name is in the URI and is compared by `peer_name`
@@ -85,6 +116,9 @@ def _context(files: Files, side: Literal["server", "client"], *, clients_show: b
         context.load_cert_chain(files.certificate, files.key)
         if files.ca:
             context.load_verify_locations(files.ca)
+        if lists:
+            context.load_verify_locations(files.lists)
+            context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"TLS files cannot be used: {error}", where=files.certificate, hint="see docs/security.md") from error
     context.verify_mode = ssl.CERT_REQUIRED if side == "client" or (clients_show and files.ca) else ssl.CERT_NONE
@@ -103,8 +137,10 @@ class Tls:
         self._files = files
         self._side: Literal["server", "client"] = side
         self._clients_show = clients_show
-        self._made_at = _stamp(files)
-        self._current = _context(files, side, clients_show=clients_show)
+        self._lists = bool(files.lists) and Path(files.lists).exists()
+        """A list of revoked certificates that was there once must be there: without it nothing is trusted."""
+        self._made_at = _stamp(files, lists=self._lists)
+        self._current = _context(files, side, clients_show=clients_show, lists=self._lists)
         self._first = self._current
         self.num_reloads = 0
         if side == "server":
@@ -122,9 +158,9 @@ class Tls:
     def _refreshed(self) -> ssl.SSLContext:
         """Half-written files are no reason to fail: what worked stays until all of them fit together."""
         try:
-            stamp = _stamp(self._files)
+            stamp = _stamp(self._files, lists=self._lists)
             if stamp != self._made_at:
-                self._current = _context(self._files, self._side, clients_show=self._clients_show)
+                self._current = _context(self._files, self._side, clients_show=self._clients_show, lists=self._lists)
                 self._made_at = stamp
                 self.num_reloads += 1
         except (OSError, ConfigurationError):

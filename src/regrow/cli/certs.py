@@ -22,10 +22,10 @@ _WARN_DAYS = 14.0
 def register(app: typer.Typer) -> None:
     """Add `certs`."""
     group = typer.Typer(help="Certificates and operators' tokens.", no_args_is_help=True, rich_markup_mode=None)
-    group.command("ca", help="Make an authority: ca.pem and ca.key.")(_ca)
+    group.command("ca", help="Make an authority: ca.pem, its list of revoked certificates ca.crl, and ca.key.")(_ca)
     group.command("renew-ca", help="A new authority; the older ones stay trusted until --forget-old.")(_renew_ca)
     group.command("issue", help="Make or renew the certificate of a node, supervisor, etcd member or etcd client.")(_issue)
-    group.command("revoke", help="No certificate of this name is trusted any more, once ca.pem is copied to every host.")(_revoke)
+    group.command("revoke", help="No certificate of this name is trusted any more, once ca.crl is copied to every host.")(_revoke)
     group.command("show", help="All certificates of a folder; exit 3 when one ends within two weeks, 1 when one has ended.")(_show)
     group.command("token", help="Make or replace an operator's token; it is printed once, the file keeps its digest.")(_token)
     app.add_typer(group, name="certs")
@@ -45,7 +45,11 @@ def _say(document: dict[str, Any], text: str, *, as_json: bool) -> None:
 
 def _ca(folder: Folder, days: Days = _CA_DAYS, as_json: Json = False) -> None:
     path = _certificates().make_authority(folder, days=days)
-    _say({"ca": str(path)}, f"{path}: copy it to every host; keep {folder / 'ca.key'} on this one", as_json=as_json)
+    _say(
+        {"ca": str(path)},
+        f"{path}, {path.with_suffix('.crl')}: copy both to every host; keep {folder / 'ca.key'} on this one",
+        as_json=as_json,
+    )
 
 
 def _renew_ca(
@@ -85,7 +89,7 @@ def _revoke(
     name: Annotated[str, typer.Argument(help="Name of the node, supervisor, member or user.")], folder: Folder, as_json: Json = False
 ) -> None:
     count = _certificates().revoke(folder, name)
-    text = f"{count} certificates of {name} revoked: copy {folder / 'ca.pem'} to every host; `regrow node cordon` for what is connected"
+    text = f"{count} certificates of {name} revoked: copy {folder / 'ca.crl'} to every host; `regrow node cordon` for what is connected"
     _say({"name": name, "revoked": count}, text, as_json=as_json)
 
 
