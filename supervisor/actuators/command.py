@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from regrow.errors import ConfigurationError
 from regrow.supervisor.actuators import programs
@@ -47,14 +48,21 @@ class Command:
     name = "command"
 
     def __init__(self, out: tuple[str, ...], back: tuple[str, ...], timeout_seconds: float) -> None:
-        """`back` may be empty: nobody is told that a node is back."""
+        """`back` may be empty: nobody is told that a node is back.
+
+        Raises:
+            ConfigurationError: a template is not usable.
+        """
+        check_template(out, "[actuators] command_out")
+        if back:
+            check_template(back, "[actuators] command_in")
         self._argv = {"out": out, "in": back}
         self._timeout_seconds = timeout_seconds
 
     def preview(self, call: Call) -> str:
         """The command."""
         argv = self._argv[call.direction]
-        return " ".join(fill(argv, call)) if argv else "nothing: command_in is not set"
+        return shlex.join(fill(argv, call)) if argv else "nothing: command_in is not set"
 
     async def act(self, call: Call) -> Done | LeftAlone:
         """Run it.

@@ -9,7 +9,7 @@ from pathlib import Path
 from regrow import security, settings
 from regrow.errors import ConfigurationError
 from regrow.supervisor.actuators import kubernetes
-from regrow.supervisor.actuators.command import Command, check_template
+from regrow.supervisor.actuators.command import Command
 from regrow.supervisor.actuators.port import Actuator
 from regrow.supervisor.actuators.slurm import Slurm
 
@@ -88,9 +88,7 @@ def check(config: ActuatorConfig) -> None:
     if not _TAINT.fullmatch(config.kubernetes_taint):
         raise ConfigurationError(f"kubernetes_taint = {config.kubernetes_taint!r} is not a key of a label", where=where)
     if "command" in config.kinds:
-        check_template(config.command_out, f"{where} command_out")
-        if config.command_in:
-            check_template(config.command_in, f"{where} command_in")
+        make("command", config)
     for name in ("kubernetes_ca", "kubernetes_token_file"):
         path = getattr(config, name)
         if path and "kubernetes" in config.kinds:

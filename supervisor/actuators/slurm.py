@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from regrow.supervisor.actuators import programs
 from regrow.supervisor.actuators.port import MARK, ActuatorError, Call, Done, LeftAlone, safe_reason
@@ -22,7 +23,7 @@ class Slurm:
 
     def preview(self, call: Call) -> str:
         """The command."""
-        return " ".join(self._update(call))
+        return shlex.join(self._update(call))
 
     async def act(self, call: Call) -> Done | LeftAlone:
         """Look, act, look again: what counts is what Slurm shows.
