@@ -1,6 +1,6 @@
 """Planner figures: how fast it plans for 16,384 GPUs, how far from the exhaustive best, and whether it ranks real meshes.
 
-    .venv/bin/python benchmarks/planner.py --json            # about three minutes on two cores
+    .venv/bin/python benchmarks/planner.py --json            # about six minutes on two quiet cores
     .venv/bin/python benchmarks/planner.py --json --quick    # fewer meshes and steps
 
 plan_seconds, table_seconds: CPU time of one plan and of the table for every number of survivors, Llama 3 405B on 2,048
