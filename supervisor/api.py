@@ -16,7 +16,7 @@ from starlette.routing import Route
 from regrow import wire
 from regrow.errors import ConfigurationError, OperationalError, RegrowError
 from regrow.store.base import Put, Store, StoreError
-from regrow.supervisor import discovery, documents
+from regrow.supervisor import discovery, documents, openapi
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.view import JobView, View
 from regrow.supervisor.effects import Cordon, Members
@@ -84,6 +84,7 @@ class Routes:
             ("GET", "/v1/page", self._page.follow),
             ("GET", "/healthz", self.healthz),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
             ("GET", "/v1/prometheus/targets", self.targets),
             ("GET", "/v1/status", self.status),
             ("GET", "/v1/jobs", self.jobs),
@@ -136,6 +137,10 @@ class Routes:
         self._supervisor.refresh_metrics()
         text = await asyncio.to_thread(self._supervisor.metrics.exposition)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, _request: Request) -> Response:
+        """What this API promises."""
+        return _json(openapi.document())
 
     async def targets(self, _request: Request) -> Response:
         """HTTP service discovery for Prometheus."""
@@ -292,7 +297,10 @@ class Routes:
         limit = _number(request, "limit")
         job = request.query_params.get("job", "")
         journal = self._supervisor.journal
-        if request.query_params.get("follow", "0") in ("0", ""):
+        follow = request.query_params.get("follow", "0")
+        if follow not in ("0", "1", ""):
+            raise ConfigurationError(f"follow = {follow!r} is neither 0 nor 1", where=str(request.url.path))
+        if follow != "1":
             return _json({"events": journal.since(after, job=job, limit=limit or 1_000)})
         return StreamingResponse(
             self._follow(after, job, limit or 20_000), media_type="text/event-stream", headers={"cache-control": "no-store"}

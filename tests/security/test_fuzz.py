@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import secrets
 import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,9 @@ from regrow import wire
 from regrow.agent.health import classify
 from regrow.ckpt import catalog, manifest
 from regrow.errors import ConfigurationError, OperationalError
-from regrow.store.memory import MemoryStore
 from regrow.supervisor.auth import Tokens
-from regrow.supervisor.config import SupervisorConfig
-from regrow.supervisor.core.policy import Policy
-from regrow.supervisor.service import Supervisor
 from regrow.supervisor.stats import history
 
-LIMIT = 60.0
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -112,33 +104,6 @@ def test_token_files(text: str) -> None:
             return
         assert tokens.find("") is None
         assert tokens.find(text) is None
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A supervisor that leads, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    folder = tmp_path_factory.mktemp("api")
-    box: dict[str, Any] = {}
-    ready = threading.Event()
-
-    async def main() -> None:
-        config = SupervisorConfig(cluster="t", store="memory://", state=str(folder), ttl=2.0, name="s0")
-        store = MemoryStore()
-        box["made"] = made = Supervisor(config, Policy(), store=store, on_serving=lambda _status: ready.set())
-        await made.run()
-        await store.close()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    try:
-        assert ready.wait(LIMIT)
-        with httpx.Client(base_url=f"http://{box['made'].http_address}", timeout=LIMIT, trust_env=False) as client:
-            yield client
-    finally:
-        loop.call_soon_threadsafe(box["made"].stop)
-        thread.join(LIMIT)
-        loop.close()
 
 
 WORDS = st.sampled_from(
