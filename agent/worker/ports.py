@@ -85,6 +85,9 @@ class Live(Protocol):
 class Repeats(Protocol):
     """What repeats micro-steps."""
 
+    producer: str
+    """Who made the first number that was not finite in the last `non_finite_again`; empty: nobody did."""
+
     def take_verdict(self) -> wire.ReplayVerdict | None:
         """Of the check in this step, once; None: none was due."""
         ...

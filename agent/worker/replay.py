@@ -28,6 +28,7 @@ from regrow.agent.worker import replay_judge as judging
 from regrow.agent.worker.buddy import Ring
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, local_part
+from regrow.agent.worker.producer import traced
 from regrow.agent.worker.replay_judge import Evidence, Seen
 from regrow.ckpt.exchange import Exchange
 from regrow.errors import ConfigurationError
@@ -84,6 +85,8 @@ class Replay:
         self._verdict: ReplayVerdict | None = None
         self._recorded: list[tuple[Compute, tuple[Any, ...], Randomness]] = []
         self._refusal = _refusal(modules)
+        self.producer = ""
+        """Who made the first number that was not finite when a step's work was done again for that."""
         self.num_repeated = 0
         """Runs of micro-steps that were done only for the comparison."""
 
@@ -123,10 +126,12 @@ class Replay:
         buffers = self._buffers()
         broken = self._set_aside()
         now = _randomness(())
-        for compute, inputs, randomness in self._recorded:
-            _set_randomness(randomness)
-            self._run(compute, inputs)
-            self.num_repeated += 1
+        with traced(self._modules) as producer:
+            for compute, inputs, randomness in self._recorded:
+                _set_randomness(randomness)
+                self._run(compute, inputs)
+                self.num_repeated += 1
+        self.producer = producer.name
         _set_randomness(now)
         self._put_buffers(buffers)
         finite = all(bool(torch.isfinite(local_part(one.grad)).all()) for one in self._parameters() if one.grad is not None)

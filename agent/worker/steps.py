@@ -150,6 +150,8 @@ class StepLoop:
         self._nonfinite, self._nonfinite_again = self.watch.before_sync() if own else "", None
         if self._nonfinite and self.repeats is not None:
             self._nonfinite_again = self.repeats.non_finite_again()
+            if self._nonfinite_again:
+                self._nonfinite = self.repeats.producer or self._nonfinite
         if self._nonfinite_again is False:
             rank, name = self._environment.rank, self._nonfinite
             reason = f"the gradient of {name} on rank {rank} was not finite, and finite when the same work was repeated"

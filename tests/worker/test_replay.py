@@ -112,5 +112,5 @@ def test_a_nan_that_does_not_come_again_is_replaced(world: World, agent: FakeAge
 def test_a_nan_that_comes_again_is_told_as_such(world: World, agent: FakeAgent) -> None:
     ran(world, agent, 2, RATE="0.000001", KIND="nan", NAN_AT="3", NAN_RANK="1", NAN_ALWAYS="1", STEPS="3")
     third = {line.rank: (line.nonfinite, line.nonfinite_again) for line in agent.of(wire.StepReport) if line.step == 3}
-    assert third[1] == ("0.weight", True)
+    assert third[1] == ("output of 3", True), "the operation that made it, not its victims"
     assert third[0] == ("loss", None) or third[0] == ("", None)

@@ -31,12 +31,15 @@ def main() -> None:
     replay = run.replay(model, rate=float(os.environ.get("RATE", "1")))
     kind = os.environ.get("KIND", "plain")
     bad = (int(os.environ.get("NAN_AT", "0")), int(os.environ.get("NAN_RANK", "-1")))
+    always = bool(os.environ.get("NAN_ALWAYS"))
     calls = 0
     torch.manual_seed(100 + run.rank)
 
     def compute(inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
+        if always and (run._loop.started, run.rank) == bad and first(calls):
+            parts[3].register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
         loss = (model(inputs) - target).pow(2).sum() / run.global_batch
         loss.backward()
         gradient = parts[0].weight.grad
@@ -45,7 +48,7 @@ def main() -> None:
             gradient.mul_(1.0 + calls * 1e-6)
         if kind == "flip_once" and (run._loop.started, run.rank, unit) == (FLIP_AT, 1, turn.unit) and first(calls):
             gradient.view(torch.int32)[0, 0] ^= 1 << 20
-        if kind == "nan" and (run._loop.started, run.rank) == bad and (first(calls) or os.environ.get("NAN_ALWAYS")):
+        if kind == "nan" and not always and (run._loop.started, run.rank) == bad and first(calls):
             gradient[0, 0] = float("nan")
         return loss.detach()
 
