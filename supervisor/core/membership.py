@@ -170,9 +170,9 @@ def _in_places(job: JobView, previous: list[str], seats: list[Seat]) -> tuple[Se
     stay = {seat.node: seat for seat in seats if seat.node in known}
     placed: list[Seat] = []
     for name in previous:
-        slots = len(job.generation.members[name].workers)
         seat = stay.get(name)
         if seat is None:
+            slots = len(job.generation.members[name].workers)
             seat = next((seat for seat in fresh if seat.slots == slots), None)
             fresh = [other for other in fresh if other is not seat]
         if seat is not None:

@@ -167,7 +167,11 @@ def _matter(view: View, generation: GenerationView) -> tuple[Member, ...]:
     return tuple(
         member
         for name, member in generation.members.items()
-        if member.empty_at is not None or member.refused_at is not None or (node := view.nodes.get(name)) is None or not node.reachable
+        if member.empty_at is not None
+        or member.refused_at is not None
+        or (node := view.nodes.get(name)) is None
+        or node.silent_since is not None  # not `reachable`: a property costs as much as all the rest here
+        or not node.connected
     )
 
 

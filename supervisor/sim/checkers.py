@@ -79,11 +79,12 @@ class Checkers:
         """An agent carried out an order: tokens never go back on a node, and workers belong to a recorded generation."""
         self.num_checked += 1
         last = self._obeyed.get(node, (0, 0))
-        if epoch < last[0] or (what == "start" and generation <= last[1]):
+        starts = what == "start"
+        if epoch < last[0] or (starts and generation <= last[1]):
             self.fail(now, f"{node} obeys {what} of (epoch {epoch}, generation {generation}) after {last}")
-        if what == "start" and generation not in self.specs:
+        if starts and generation not in self.specs:
             self.fail(now, f"{node} starts generation {generation}, which is not in the store")
-        self._obeyed[node] = (max(last[0], epoch), max(last[1], generation) if what == "start" else last[1])
+        self._obeyed[node] = (epoch, generation if starts else last[1])
 
     def rendezvous_store(self, now: float, address: str, generation: int) -> None:
         """A TCPStore serves one generation."""
