@@ -182,7 +182,8 @@ class Replay:
 
     def _settle(self, evidence: list[Evidence], mine: list[Seen]) -> int:
         """Judge, and say which of this rank's runs counts."""
-        if self._floor == 0.0 and judging.not_repeatable(evidence, 0.0):
+        mismatch = not judging.calm(evidence, self._floor)
+        if mismatch and self._floor == 0.0 and (judging.is_rounding(evidence) or judging.not_repeatable(evidence, 0.0)):
             self._floor = judging.noise(evidence)
             reason = f"gradients do not repeat to the bit: noise floor {self._floor:.1e} of a norm from now on"
             self._verdict = ReplayVerdict(verdict="skipped", reason=reason)

@@ -19,6 +19,9 @@ DEFAULT_RATE = 1.0 / 256.0
 """Share of steps of which a micro-step is repeated: at most 0.4 % of a step's compute, with one micro-step a step."""
 FLOOR_MARGIN = 8.0
 """A mismatch is so many times as large as the largest difference that repetitions showed when the noise was measured."""
+ROUNDING = 1e-5
+"""In norms of a gradient: float32 sums in another order differ by 1e-7 to 1e-6 of it."""
+LEAST_FLOOR = 1e-12
 PROVEN_CHECKS = 3
 """Clean checks of all ranks after which a program counts as one that repeats to the bit."""
 _STREAM = 0x5EED_0F_4EB1A7
@@ -85,9 +88,21 @@ def distance(left: Seen, right: Seen) -> float:
     return float((np.abs(a - b) / scale).max(initial=0.0))
 
 
+def largest(evidence: Sequence[Evidence]) -> float:
+    """The largest difference between two runs of the same work, on one rank or on two."""
+    owners = {item.rank: item.own[0] for item in evidence}
+    own = [distance(one, other) for item in evidence for one in item.own for other in item.own]
+    return max([*own, *(distance(owners[owner], seen) for item in evidence for owner, runs in item.helped.items() for seen in runs)])
+
+
+def is_rounding(evidence: Sequence[Evidence]) -> bool:
+    """Do runs differ by no more than another order of summation makes them? Nobody is accused of that."""
+    return largest(evidence) <= ROUNDING
+
+
 def noise(evidence: Sequence[Evidence]) -> float:
-    """The floor from the repetitions of all ranks: the largest difference between two of them, times the margin."""
-    return FLOOR_MARGIN * max((distance(one, other) for item in evidence for one in item.own for other in item.own), default=0.0)
+    """The floor from now on: the largest difference that was seen, times the margin; never 0, which means to the bit."""
+    return max(FLOOR_MARGIN * largest(evidence), LEAST_FLOOR)
 
 
 def calm(evidence: Sequence[Evidence], floor: float) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.agent.worker.replay_judge import Evidence, Seen, calm, distance, judge, noise, not_repeatable, same, sample
+from regrow.agent.worker.replay_judge import Evidence, Seen, calm, distance, is_rounding, judge, noise, not_repeatable, same, sample
 from regrow.ids import MeshShape
 
 OK, BAD, OTHER = Seen("aa"), Seen("bb"), Seen("cc")
@@ -91,12 +91,23 @@ def test_ranks_of_one_replica_are_named_together_those_of_two_are_not() -> None:
 class TestNoise:
     def test_floor_is_the_measured_difference_with_a_margin(self) -> None:
         runs = (Seen("a", (1.0, 0.5, 0.25)), Seen("b", (1.0, 0.5 + 1e-7, 0.25)))
-        evidence = [own(rank, *runs) for rank in range(2)]
+        evidence = [own(rank, *runs, clean=0) for rank in range(2)]
+        assert is_rounding(evidence)
         floor = noise(evidence)
         assert floor == pytest.approx(8e-7, rel=1e-6)
         assert not_repeatable(evidence, 0.0)
         assert calm(evidence, floor)
         assert not same(runs[0], Seen("c", (1.0, 0.5 + 1e-5, 0.25)), floor)
+
+    def test_a_difference_of_rounding_size_on_one_rank_accuses_nobody(self) -> None:
+        """Kernels that add in another order now and then differ on one rank alone, after many equal runs."""
+        near, far = (Seen("b", (1.0, 0.5 + size, 0.25)) for size in (3e-7, 1e-3))
+        right = Seen("a", (1.0, 0.5, 0.25))
+        assert is_rounding([own(0, right, right), own(1, right, near)])
+        assert not is_rounding([own(0, right, right), own(1, right, far)])
+        assert not is_rounding([own(0, right, right, r1=(far,)), own(1, right, right)])
+        assert is_rounding([own(0, right, right, r1=(near,)), own(1, right, right)])
+        assert noise([own(0, right, Seen("c", right.sketch))]) > 0.0, "0 would mean to the bit"
 
     def test_what_is_not_finite_is_never_near(self) -> None:
         assert distance(Seen("a", (1.0, 1.0, 1.0)), Seen("b", (float("nan"),) * 3)) == float("inf")
