@@ -94,7 +94,7 @@ def test_what_is_no_run_is_refused(regrow: Regrow, tmp_path: Path) -> None:
 def test_too_few_steps_are_told(regrow: Regrow, run: Path) -> None:
     database = sqlite3.connect(run / "supervisor" / "journal.sqlite")
     with database:
-        database.execute("delete from events where id > 8")
+        database.execute("delete from events where id > 6")
     database.close()
     code, document, _ = regrow("plan", "--calibrate", run)
     assert code == 2
