@@ -24,38 +24,38 @@ hang_seconds = 12
 hang_phase_seconds = { eval = 3, save = 12 }
 [[fault]]
 kind = "net_cut"
-quiet_seconds = 3
+quiet_seconds = 2.5
 [[fault]]
 kind = "net_one_way"
-quiet_seconds = 3
+quiet_seconds = 2.5
 [[fault]]
 kind = "net_delay"
-delay_seconds = 0.8
-quiet_seconds = 2
+delay_seconds = 0.5
+quiet_seconds = 1
 [[fault]]
 kind = "clock_shift"
-quiet_seconds = 2
+quiet_seconds = 1
 [[fault]]
 kind = "disk_full"
-quiet_seconds = 2
+quiet_seconds = 2.5
 [[fault]]
 kind = "disk_eio"
-quiet_seconds = 2
+quiet_seconds = 2.5
 [[fault]]
 kind = "disk_slow"
 delay_seconds = 1
-quiet_seconds = 2
-[[fault]]
-kind = "worker_hang"
-phase = "eval"
+quiet_seconds = 2.5
 [[fault]]
 kind = "command"
 argv = ["kill", "-STOP", "{writer}"]
-quiet_seconds = 1
+quiet_seconds = 0.5
 [[fault]]
 kind = "command"
 argv = ["kill", "-CONT", "{writer}"]
-quiet_seconds = 1
+quiet_seconds = 0.5
+[[fault]]
+kind = "worker_hang"
+phase = "eval"
 [[fault]]
 kind = "sick_gemm"
 ratio = 0.5
