@@ -43,7 +43,9 @@ def again(world: World, dp: int, **env: str) -> list[Any]:
 
 def order(world: World, agent: FakeAgent, rank: int, dp: int, steps: int, **inject: Any) -> list[Any]:
     """Start, hurt one rank, and wait for its end."""
-    world.start("replayed.py", world_size=dp, env={"REGROW_CHAOS": "1", "RATE": "1", "STEPS": str(steps)}, policy=NEVER)
+    world.start(
+        "replayed.py", world_size=dp, env={"REGROW_CHAOS": "1", "RATE": "1", "STEPS": str(steps), "STEP_SECONDS": "0.04"}, policy=NEVER
+    )
     wait_for(lambda: len(agent.steps(rank)) >= 3, "steps")
     agent.send(rank, inject={"kind": "gemm", "bit": 30, "steps": steps, **inject})
     return world.wait()
@@ -51,7 +53,7 @@ def order(world: World, agent: FakeAgent, rank: int, dp: int, steps: int, **inje
 
 def test_a_sick_matrix_unit_is_named_by_its_own_repetitions(world: World, agent: FakeAgent) -> None:
     """One of two ranks, wrong in half of its micro-steps: no replica can outvote the other, its own repetitions name it."""
-    order(world, agent, 1, 2, 20, ratio=0.5)
+    order(world, agent, 1, 2, 50, ratio=0.5)
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert found
     assert {one.suspects for one in found} <= {(1,), ()}
@@ -62,7 +64,7 @@ def test_a_sick_matrix_unit_is_named_by_its_own_repetitions(world: World, agent:
 
 def test_a_unit_that_is_always_wrong_is_outvoted_by_two_replicas(world: World, agent: FakeAgent) -> None:
     """It repeats its own wrong result to the bit; only other devices can tell."""
-    order(world, agent, 2, 3, 20, ratio=1.0)
+    order(world, agent, 2, 3, 50, ratio=1.0)
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert {one.suspects for one in found} == {(2,)}
     assert all(one.buddy for one in found)
@@ -71,7 +73,7 @@ def test_a_unit_that_is_always_wrong_is_outvoted_by_two_replicas(world: World, a
 
 
 def test_two_replicas_cannot_tell_who_is_always_wrong(world: World, agent: FakeAgent) -> None:
-    order(world, agent, 1, 2, 20, ratio=1.0)
+    order(world, agent, 1, 2, 50, ratio=1.0)
     found = [one for one in verdicts(agent) if one.verdict == "diverged"]
     assert {one.suspects for one in found} == {()}
     assert not any(one.repaired for one in found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def main() -> None:
             dist.all_reduce(loss)
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
         run.complete(step, loss=loss)
         log.append({"step": step, "loss": float(loss)})
     state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
