@@ -277,11 +277,11 @@ def _cut(
     last = len(ranges) - 1
     held = sorted(layer for stage in mine for layer in ranges[stage])
     module = apply_layers.part(model, held, first=0 in mine, last=last in mine)
-    at = shape.coordinates(dist.get_rank()) if mesh is not None else {"cp": 0, "tp": 0}
-    if shape.tp > 1:
+    if mesh is not None and shape.tp > 1:
         apply_tensor.apply_tensor_parallel(module, mesh["tp"], sequence_parallel=strategy.sequence_parallel)
+    at = shape.coordinates(dist.get_rank()) if mesh is not None else {"cp": 0, "tp": 0}
     place_on_mesh(module, tp=shape.tp, tp_index=at["tp"], cp=shape.cp, cp_index=at["cp"], sequence_parallel=strategy.sequence_parallel)
-    if shape.cp > 1:
+    if mesh is not None and shape.cp > 1:
         apply_context.place_on_context(module, mesh["cp"].get_group(), index=at["cp"], size=shape.cp)
     if axis.experts is not None:
         for mixture in apply_experts.mixtures_of(module):

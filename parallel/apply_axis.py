@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -40,9 +39,9 @@ class DataAxis:
         self._expert_mesh: DeviceMesh | None = None
         if mesh is not None:
             self._all = mesh["dp", "cp"]._flatten(CONTEXT_DATA_AXIS) if shape.cp > 1 else mesh["dp"]  # noqa: SLF001 - no public way yet
-        if shape.ep > 1:
-            self._expert_mesh = mesh["dp"]._unflatten(0, (shape.dp // shape.ep, shape.ep), EXPERT_AXES)  # noqa: SLF001
-            self._copies, self.experts = self._expert_mesh[EXPERT_AXES[0]], self._expert_mesh[EXPERT_AXES[1]]
+        if mesh is not None and shape.ep > 1:
+            both = mesh["dp"]._unflatten(0, (shape.dp // shape.ep, shape.ep), EXPERT_AXES)  # noqa: SLF001
+            self._expert_mesh, self._copies, self.experts = both, both[EXPERT_AXES[0]], both[EXPERT_AXES[1]]
         self._place = self._place_of(coordinates)
         self._parameters: list[nn.Parameter] = []
         self._views: dict[nn.Parameter, nn.Parameter] = {}
@@ -105,7 +104,7 @@ class DataAxis:
 
     def _sum(self, gradients: Any, axis: DeviceMesh | None) -> None:
         if axis is not None and axis.size() > 1:
-            apply_data.sum_in_place(gradients, cast("dist.ProcessGroup", axis.get_group()))
+            apply_data.sum_in_place(gradients, axis.get_group())
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """The summed gradient that this rank has of `parameter`: of its slice under ZeRO stage 1."""

@@ -25,6 +25,15 @@ from regrow.parallel.apply_data import local
 from regrow.parallel.mesh import chunk_sizes
 from regrow.parallel.quantised import WHOLE_SHAPE
 
+
+def _named(new: str, old: str) -> Callable[..., Any]:
+    """A collective of torch under its name from 2.13 on, or the one before, which that version calls deprecated."""
+    return cast("Callable[..., Any]", getattr(dist, new if hasattr(dist, new) else old))
+
+
+_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = _named("all_gather_single", "all_gather_into_tensor")
+
 Make = Callable[[torch.optim.Optimizer], None]
 """Makes the state of an optimizer exist before its first step."""
 
@@ -84,7 +93,7 @@ class Slices:
         """Sum the gradients of the replicas; each keeps those of its slices, and the parameters have none any more."""
         rows = self._pack(lambda one: one.pieces(local(cast("Tensor", one.parameter.grad))))
         mine = rows.new_empty(self._length)
-        dist.reduce_scatter_tensor(mine, rows.view(-1), group=self._group)
+        _reduce_scatter(mine, rows.view(-1), group=self._group)
         for one, piece in zip(self.slices, self._unpack(mine, self._index), strict=True):
             one.view.grad = piece
             one.parameter.grad = None
@@ -94,7 +103,7 @@ class Slices:
         mine = torch.cat([one.view.detach().reshape(-1) for one in self.slices])
         mine = torch.cat([mine, mine.new_zeros(self._length - mine.numel())])
         rows = mine.new_empty(self._count, self._length)
-        dist.all_gather_into_tensor(rows.view(-1), mine, group=self._group)
+        _all_gather(rows.view(-1), mine, group=self._group)
         for replica in range(self._count):
             if replica != self._index:
                 for one, piece in zip(self.slices, self._unpack(rows[replica], replica), strict=True):
