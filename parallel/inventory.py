@@ -109,9 +109,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.nvlink_gpus <= self.gpus_per_node:
             return Counter(node.gpus for node in self.nodes)
         racks: Counter[str] = Counter()
+        loose = 0
         for node in self.nodes:
-            racks[node.domain or node.name] += node.gpus
-        return Counter(racks.values())
+            # Nodes without a domain stand in racks in their order, as many as the NVLink domain holds.
+            if not node.domain and racks[f"\0{loose}"] + node.gpus > self.nvlink_gpus:
+                loose += 1
+            racks[node.domain or f"\0{loose}"] += node.gpus
+        return Counter(size for size in racks.values() if size)
 
     def tp_groups(self, tp: int) -> int:
         """Groups of `tp` GPUs that lie inside one NVLink domain; across nodes where `tp` is larger than that."""

@@ -53,7 +53,8 @@ def world_problem(inventory: Inventory, mesh: MeshShape, *, tp_asked: bool) -> s
     groups = inventory.tp_groups(mesh.tp)
     needed = mesh.world_size // mesh.tp
     if needed > groups:
-        return f"DP {mesh.dp} x PP {mesh.pp} x CP {mesh.cp} needs {needed} groups of TP {mesh.tp} inside a node, the nodes hold {groups}"
+        inside = "a node" if inventory.nvlink_gpus <= inventory.gpus_per_node else f"an NVLink domain of {inventory.nvlink_gpus} GPUs"
+        return f"DP {mesh.dp} x PP {mesh.pp} x CP {mesh.cp} takes {needed} x TP {mesh.tp} inside {inside}, there is room for {groups}"
     return ""
 
 

@@ -124,6 +124,17 @@ def test_the_axis_with_more_traffic_lies_further_in() -> None:
     assert heavy.nodes[first] == heavy.nodes[mesh.rank(dp=1, pp=0)] != heavy.nodes[mesh.rank(dp=0, pp=1)]
 
 
+def test_an_nvlink_rack_without_names(regrow: Regrow) -> None:
+    """18 nodes of 4 GPUs in NVLink domains of 72: one domain; of 24: three, each with room for one TP 16."""
+    shape_ = ("--layers", 16, "--hidden", 4096, "--heads", 32, "--vocab", 32000, "--seq", 2048, "--global-batch", 64)
+    nodes = ("--nodes", 18, "--gpus-per-node", 4, "--tp", 16, "--pp", 1, "--placement")
+    for domain, replicas in ((72, 4), (24, 3), (20, 3)):
+        code, document, _ = regrow("plan", *shape_, *nodes, "--nvlink-gpus", domain)
+        assert code == 0
+        assert document["best"]["mesh"]["dp"] == replicas
+        assert document["best"]["gpus_idle"] == 72 - 16 * replicas
+
+
 def test_tp_over_two_nodes_when_asked() -> None:
     made = placement.place(MeshShape(dp=2, tp=16), racks(2, 2))
     assert len(set(zip(made.nodes, made.gpus, strict=True))) == 32

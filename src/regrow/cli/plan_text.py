@@ -9,11 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 Document = dict[str, Any]
+_WIDTH = 130
+"""Columns that the widest table takes: a narrow terminal folds its lines, cells are never cut."""
 
 
 def show(document: Document) -> None:
     """Print best plan, alternatives and reasons."""
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
     there, described = document["inventory"], document["model"]
     sizes = f" ({', '.join(map(str, there['uneven']))} GPUs)" if there["uneven"] else ""
     console.print(
@@ -60,8 +63,8 @@ def _best(console: Console, best: Document) -> None:
         f" + optimizer {used['optimizer']:.1f} + activations {used['activations']:.1f} + buffers {used['buffers']:.1f}"
         f" (recompute: {best['recompute']})"
     )
-    moved = {key: value / 1e9 for key, value in best["comm_bytes"].items()}
-    console.print(f"  traffic   GB a GPU and step: dp {moved['dp']:.3g}, tp {moved['tp']:.3g}, pp {moved['pp']:.3g}")
+    moved = [f"{key} {value / 1e9:.3g}" for key, value in best["comm_bytes"].items() if value or key in ("dp", "tp", "pp")]
+    console.print(f"  traffic   GB a GPU and step: {', '.join(moved)}")
     console.print(
         f"  bubble    {best['bubble_fraction']:.1%} of the step ({best['bubble_ratio']:.1%} of the ideal time), {best['schedule']}"
     )
@@ -115,7 +118,7 @@ def _survivors(rows: list[Document]) -> Table:
     """Rows where the mesh other than DP changes, and the ends."""
     table = Table(title="best mesh by surviving nodes (rows where more than DP changes)", title_justify="left", box=None, pad_edge=False)
     for column in ("nodes", "GPUs", "mesh", "ZeRO", "step s", "idle", "change", "GB a rank", "lost s"):
-        table.add_column(column, justify="left" if column in ("mesh", "change") else "right")
+        table.add_column(column, justify="left" if column in ("mesh", "change") else "right", no_wrap=True)
     last: object = None
     for index, row in enumerate(rows):
         mesh = row["mesh"]
@@ -157,7 +160,7 @@ def runs(numbers: list[int]) -> str:
 def _table(plans: list[Document]) -> Table:
     table = Table(title="plans in order of step time", title_justify="left", box=None, pad_edge=False)
     for column in ("mesh", "ZeRO", "micro", "recompute", "GB", "bubble", "step s", "GPUs", "idle"):
-        table.add_column(column, justify="left" if column == "mesh" else "right")
+        table.add_column(column, justify="left" if column == "mesh" else "right", no_wrap=True)
     for each in plans:
         table.add_row(
             name(each["mesh"]),
