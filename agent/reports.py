@@ -80,6 +80,9 @@ def _phase(local: m.Local, message: wire.WorkerPhase) -> tuple[m.Local, tuple[m.
     passed = local.phases.get(message.phase, frozenset()) | {message.rank}
     seconds = max(message.seconds, local.phase_seconds.get(message.phase, 0.0))
     local = _change(local, phases=local.phases | {message.phase: passed}, phase_seconds=local.phase_seconds | {message.phase: seconds})
+    if message.phase == wire.LOST_PEER_PHASE and message.phase not in local.told:
+        lost = wire.GenerationPhase(job=local.job, generation=local.generation, phase=message.phase, step=message.step)
+        return _change(local, told=local.told | {message.phase: lost}), (m.Send(lost),)
     if message.phase not in PHASE_NAMES or message.phase in local.told or passed != local.ranks:
         return local, ()
     name = PHASE_NAMES[message.phase]

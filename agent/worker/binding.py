@@ -205,6 +205,7 @@ def bind(
     }
     state = TrainState.attach(place, writer=environment.writer or None, exchange=exchange, facts=facts, **objects)
     loop.keeper = StateKeeper(state)
+    regroup.give_back_by(state.close)
     return _with_live(BoundState(run, loop, link, state), live)
 
 

@@ -32,6 +32,7 @@ import msgspec
 from regrow import wire
 from regrow.agent.worker import gloo
 from regrow.agent.worker.environment import WorkerEnvironment
+from regrow.errors import RegrowError
 
 _log = logging.getLogger("regrow.worker")
 
@@ -102,7 +103,13 @@ class Watcher:
                 self._say(wire.WorkerWatch(**_name(order), pid=os.getpid(), changing=True))
             return order
 
-    def _say(self, message: wire.WorkerWatch) -> None:
+    def tell_loss(self) -> None:
+        """A peer is gone. Without it nobody hears: this process goes on, and a host that lost power says nothing."""
+        with self._changed:
+            hello = self._hello
+            self._say(wire.WorkerPhase(generation=hello.generation, rank=hello.rank, phase=wire.LOST_PEER_PHASE))
+
+    def _say(self, message: wire.WorkerWatch | wire.WorkerPhase) -> None:
         """To the agent, when it is there. Called with the lock."""
         if self._connection is not None:
             with contextlib.suppress(OSError):  # away: the thread says hello when it has a new connection
@@ -157,8 +164,11 @@ class Watcher:
 _watcher: Watcher | None = None
 _leave: Callable[[], None] | None = None
 _inside = False
+_hook: Callable[..., Any] = sys.excepthook
+"""What was there before the first generation."""
 _hold: Callable[[], Any] | None = None
 _held: Any = None
+_given: list[Callable[[], None]] = []
 
 
 def possible() -> bool:
@@ -170,6 +180,12 @@ def hold_by(hold: Callable[[], Any]) -> None:
     """How to get at the state of the last completed step when the generation ends."""
     global _hold  # noqa: PLW0603
     _hold = hold
+
+
+def give_back_by(close: Callable[[], None]) -> None:
+    """What to call when this process goes on in another generation: the writer's connection and arenas are this one's."""
+    if _inside:
+        _given.append(close)
 
 
 def take_held() -> Any:
@@ -186,6 +202,8 @@ def in_place(body: Callable[[], T]) -> T:
     data that was read, caches) stays. Without `--in-place`, or without a supervisor, this is a plain call.
     """
     global _inside  # noqa: PLW0603
+    global _hook  # noqa: PLW0603
+    _hook = sys.excepthook
     if os.environ.get("REGROW_IN_PLACE") != "1" or not os.environ.get("REGROW_SOCKET"):
         return body()
     _inside = True
@@ -227,7 +245,10 @@ def _order_after(error: BaseException) -> wire.Regroup | None:
     """The order that explains this error; one that says that a peer is gone is given time to be explained."""
     if _watcher is None:
         return None
-    return _watcher.take(ORDER_SECONDS if lost_peer(error) else 0.0)
+    if not lost_peer(error):
+        return _watcher.take(0.0)
+    _watcher.tell_loss()
+    return _watcher.take(ORDER_SECONDS)
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -262,8 +283,15 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def _change_over(order: wire.Regroup) -> None:
+    global _leave  # noqa: PLW0603
+    for close in _given:
+        with contextlib.suppress(RegrowError, OSError):  # the writer is away: there is nothing to give back
+            close()
+    _given.clear()
     if _leave is not None:
         _leave()
+        _leave = None
+    sys.excepthook = _hook  # ours and torch's, put on top of each other in each generation, hold all that the generation had
     gc.collect()
     os.environ.clear()
     os.environ.update(order.env)

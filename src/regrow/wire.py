@@ -439,6 +439,10 @@ IN_PLACE_PHASE = "in_place"
 """The phase that says that all workers of a node can change their generation in place."""
 
 
+LOST_PEER_PHASE = "lost_peer"
+"""The phase that says that a worker which goes on in place has lost a peer and waits for the order: nobody's end tells of it."""
+
+
 class GenerationPhase(_Message, frozen=True, kw_only=True, tag="generation_phase"):
     """All workers of this node passed a phase: fenced, stopped, started, in_place, rendezvous, restored, first_step, finished."""
 

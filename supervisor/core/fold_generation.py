@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from regrow import wire
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import goodput, phases, rates
 from regrow.supervisor.core.fold_nodes import with_member
@@ -36,6 +37,8 @@ def member_phase(job: JobView, current: GenerationView, event: e.MemberPhase) ->
     member = current.members.get(event.node)
     if member is None:
         return job
+    if event.phase == wire.LOST_PEER_PHASE:
+        return _change(job, generation=_change(current, lost_peer_at=event.at))
     passed = member.phases if event.phase in member.phases else member.phases | {event.phase: event.at}
     current = _change(with_member(current, _change(member, phases=passed, empty_at=None)), progress_at=event.at)
     return _marked(_change(job, generation=current))

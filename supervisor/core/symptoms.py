@@ -97,6 +97,7 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
     symptoms = [made for fact in generation.exits.values() if (made := _of_exit(fact, generation, finished)) is not None]
     symptoms += _of_state(generation, policy)
     failing = any(symptom.kind == "worker_exit" for symptom in symptoms)
+    failing |= generation.lost_peer_at is not None
     looks: list[float] = []
     waiting: list[str] = []
     everyone_gone = len(view.nodes) > 1 and not any(node.reachable for node in view.nodes.values())

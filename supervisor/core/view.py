@@ -152,6 +152,8 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     """{rank: checks in which it was wrong in one run and right in the others}."""
     wrong_step: str = ""
     """The first step did not follow the restored one."""
+    lost_peer_at: float | None = None
+    """When a worker that goes on in place said that a peer is gone: it waits, and does not end."""
     completed_step: int | None = None
     first_step_at: float | None = None
     progress_at: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.core.world import STARTED, running
 
+from regrow import wire
 from regrow.supervisor.core import events as e
 
 
@@ -101,3 +102,16 @@ def test_a_state_that_is_not_trusted_is_not_gone_on_with() -> None:
     assert not world.generation.spec.in_place
     assert world.job.incidents[-1].kind == "sdc"
     assert world.job.incidents[-1].rung != "in_place"
+
+
+def test_survivors_that_wait_tell_of_the_node_that_is_gone() -> None:
+    """They do not end, as they would in a warm restart: their word stands for it, and the closed connection is not excused."""
+    world = running("a", "b", in_place=True)
+    number = world.generation.number
+    world.lose("b")
+    world.wait(0.5)
+    assert world.generation.number == number, "an agent may have died alone"
+    world.tell(world.phase_event("a", wire.LOST_PEER_PHASE, job="j", generation=number))
+    world.wait(0.2)
+    assert world.job.incidents[-1].kind == "node_lost"
+    assert world.job.incidents[-1].node == "b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -14,14 +15,22 @@ from typing import Any
 import pytest
 from tests.e2e.launcher import Run
 from tests.e2e.test_run import assert_like_twin
+from tests.e2e.test_spare import lose_power
 
 from regrow.agent.progress import read_progress
+from regrow.demo import compare, lineage, steplog, twin
 
 TOY = Path(__file__).with_name("toy.py")
 NUM_NODES = 2
 STEPS = 60
 
 pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def twin_losses(request: pytest.FixtureRequest) -> dict[int, float]:
+    """{step: loss} of the toy without Regrow around it."""
+    return request.getfixturevalue("twin")
 
 
 def story(folder: Path) -> tuple[dict[int, float], list[int]]:
@@ -51,11 +60,11 @@ def pids(run: Run, generation: int, nodes: int = NUM_NODES) -> dict[tuple[int, i
     return found
 
 
-def recovered(run: Run, job: str, number: int) -> dict[str, Any]:
-    """The incident of that number, once it is over."""
+def recovered(run: Run, job: str, number: int, kind: str = "incidents") -> dict[str, Any]:
+    """The incident (or wanted change, with "changes") of that number, once it is over."""
     return run.until(
-        lambda: next((item for item in run.job(job).get("incidents", [])[number : number + 1] if item["recovered"]), None),
-        f"the end of incident {number}",
+        lambda: next((item for item in run.job(job).get(kind, [])[number : number + 1] if item["recovered"]), None),
+        f"the end of {kind} {number}",
     )
 
 
@@ -70,7 +79,7 @@ def start(launch: Callable[..., Run], tmp_path: Path) -> Run:
 
 
 def test_survivors_keep_their_processes_and_nothing_is_computed_twice(
-    launch: Callable[..., Run], tmp_path: Path, twin: dict[int, float]
+    launch: Callable[..., Run], tmp_path: Path, twin_losses: dict[int, float]
 ) -> None:
     run = start(launch, tmp_path)
     beyond(run, "toy", 5)
@@ -91,13 +100,13 @@ def test_survivors_keep_their_processes_and_nothing_is_computed_twice(
         beyond(run, "toy", incident["frontier"] + 5)
     assert run.wait() == 0, run.story()
     found, restored = story(tmp_path)
-    assert_like_twin(found, twin, STEPS)
+    assert_like_twin(found, twin_losses, STEPS)
     assert [step >= frontier for step, frontier in zip(restored[1:], frontiers, strict=True)] == [True, True]
     assert run.result()["lost_steps"] == 0
     assert run.gone(5.0) == []
 
 
-def test_a_stopped_survivor_costs_a_fork_and_no_more(launch: Callable[..., Run], tmp_path: Path, twin: dict[int, float]) -> None:
+def test_a_stopped_survivor_costs_a_fork_and_no_more(launch: Callable[..., Run], tmp_path: Path, twin_losses: dict[int, float]) -> None:
     """Rank 2 cannot hear the order: it is replaced within the deadline, in the same generation, by a process with a peer's state."""
     run = start(launch, tmp_path)
     beyond(run, "toy", 5)
@@ -109,7 +118,59 @@ def test_a_stopped_survivor_costs_a_fork_and_no_more(launch: Callable[..., Run],
     assert {place for place in before if before[place] != after[place]} == {(1, 0), (0, 1)}, run.story()
     assert incident["generation_after"] == incident["generation_before"] + 1
     assert run.wait() == 0, run.story()
-    assert_like_twin(story(tmp_path)[0], twin, STEPS)
+    assert_like_twin(story(tmp_path)[0], twin_losses, STEPS)
+    assert run.gone(5.0) == []
+
+
+def test_state_goes_over_to_another_mesh_from_memory(launch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a DP2 x TP2 job is lost with its node: the other half goes on as two pipeline stages with the step that it had."""
+    steps, small = 40, ("--hidden", "48", "--seq", "32", "--samples", "256")
+    (tmp_path / "twins").mkdir()
+    one, two = asyncio.run(twin.run_twins(tmp_path / "twins", steps, 0, controls_after=20, script_flags=small))
+    monkeypatch.setenv(steplog.VARIABLE, str(tmp_path / "steps"))
+    sizes = ("--local", "2", "--nproc-per-node", "2", "--mesh", "2x2x1", "--meshes", "4:2x2x1 2:1x1x2", "--nnodes", "1:2")
+    flags = (*sizes, "--global-batch", "16", "--micro-batch", "2", "--in-place", "--job", "gpt")
+    run = launch(*flags, "-m", "regrow.demo.train_gpt", "--steps", str(steps), "--seed", "0", *small)
+    run.until(lambda: (run.job("gpt").get("checkpoint") or {}).get("step"), "a checkpoint")
+    run.until(lambda: run.job("gpt")["step"] >= run.job("gpt")["checkpoint"]["step"] + 2, "steps beyond the checkpoint")
+    before = pids(run, run.job("gpt")["generation"])
+    assert lose_power(run, "n1") >= 5
+    incident = recovered(run, "gpt", 0)
+    assert (incident["rung"], incident["lost_steps"]) == ("shrink", 0), run.story()
+    after = pids(run, incident["generation_after"], 1)
+    assert after == {place: pid for place, pid in before.items() if place[0] == 0}
+    assert run.wait() == 0, run.story()
+    (spec,) = run.root.glob(f"nodes/n0/jobs/gpt/g{incident['generation_after']}/spec.json")
+    on_disk = json.loads(spec.read_text())["restore"]["step"]
+    segments = lineage.read_lineage(tmp_path / "steps").segments
+    went_on = next(segment.restored for segment in segments if segment.generation == incident["generation_after"])
+    assert went_on >= incident["frontier"] > on_disk, "from memory: the checkpoint is older"
+    result = compare.compare(tmp_path / "steps", one, last_step=steps, tolerances=compare.state_tolerances(one, two))
+    assert not set(result.failed) - {"rng"}, f"{result.failed} {result.checks}"  # streams are derived anew
+    assert len(result.meshes) >= 2
+    assert run.gone(5.0) == []
+
+
+def test_a_node_that_is_drained_hands_its_ranks_to_a_spare_and_no_step_is_computed_twice(
+    launch: Callable[..., Run], tmp_path: Path, twin_losses: dict[int, float]
+) -> None:
+    """As for a node that degrades: its verdict drains it. At a boundary, survivors in place, the spare with a peer's state."""
+    flags = ("--local", "3", "--nproc-per-node", "1", "--nnodes", "2:2", "--global-batch", "8", "--job", "toy", "--in-place")
+    run = launch(*flags, str(TOY), "--steps", "120", "--log", str(tmp_path / "log"))
+    beyond(run, "toy", 5)
+    places = {node["node"]: node["ranks"] for node in run.job("toy")["nodes"]}
+    (spare,) = (node for node, ranks in places.items() if not ranks)
+    (sick,) = (node for node, ranks in places.items() if ranks == [1])
+    before = pids(run, run.job("toy")["generation"], 3)
+    run.post(f"/v1/nodes/{sick}/drain")
+    incident = recovered(run, "toy", 0, "changes")
+    assert (incident["kind"], incident["lost_steps"]) == ("drain", 0)
+    assert {node["node"]: node["ranks"] for node in run.job("toy")["nodes"]}[spare] == [1]
+    after = pids(run, incident["generation_after"], 3)
+    (kept,) = (pid for place, pid in before.items() if place in after and after[place] == pid)
+    assert kept, "the other member keeps its process"
+    assert run.wait() == 0, run.story()
+    assert_like_twin(story(tmp_path)[0], twin_losses, 120)
     assert run.gone(5.0) == []
 
 

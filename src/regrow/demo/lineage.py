@@ -51,6 +51,9 @@ class Segment:
     num_samples: int
     global_batch: int
     steps: dict[int, Step]
+    torn: dict[int, Step]
+    """Steps that a rank of every replica wrote down, but not all ranks: one was killed. They stand where the next generation goes on
+    beyond them, with what the others held in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,10 @@ def read_lineage(folder: Path) -> Lineage:
         raise OperationalError("no step logs", where=str(folder), hint="run the script with REGROW_STEP_LOG set to this folder")
     steps: dict[int, Step] = {}
     lost: list[Step] = []
+    torn: dict[int, Step] = {}
     for segment in segments:
+        steps |= {number: step for number, step in torn.items() if number <= segment.restored}
+        torn = segment.torn
         lost += [step for number, step in steps.items() if number > segment.restored]
         steps = {number: step for number, step in steps.items() if number <= segment.restored} | segment.steps
     return Lineage(segments=tuple(segments), steps=dict(sorted(steps.items())), lost=tuple(lost))
@@ -127,9 +133,14 @@ def _segment(generation: int, attempt: int, ranks: dict[int, list[dict[str, Any]
         return None
     head = heads[min(heads)]
     by_rank = {rank: {line["step"]: line for line in lines if line["kind"] == "step"} for rank, lines in ranks.items()}
-    common = set.intersection(*(set(steps) for steps in by_rank.values()))
-    speakers = _speakers(heads)
-    steps = {step: _step(step, (generation, attempt), head["mesh"], by_rank, speakers) for step in sorted(common)}
+    steps: dict[int, Step] = {}
+    torn: dict[int, Step] = {}
+    for number in sorted(set[int]().union(*by_rank.values())):
+        told = {rank: lines for rank, lines in by_rank.items() if number in lines}
+        speakers = _speakers({rank: heads[rank] for rank in told})
+        if len(speakers) == len(_speakers(heads)):
+            kept = steps if len(told) == len(by_rank) else torn
+            kept[number] = _step(number, (generation, attempt), head["mesh"], told, speakers)
     return Segment(
         generation=generation,
         attempt=attempt,
@@ -138,6 +149,7 @@ def _segment(generation: int, attempt: int, ranks: dict[int, list[dict[str, Any]
         num_samples=head["num_samples"],
         global_batch=head["global_batch"],
         steps=steps,
+        torn=torn,
     )
 
 
