@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 Document = dict[str, Any]
+_MOST_ROWS = 40
+"""Of the table of survivors that a person reads."""
 _WIDTH = 130
 """Columns that the widest table takes: a narrow terminal folds its lines, cells are never cut."""
 
@@ -119,18 +121,21 @@ def _survivors(rows: list[Document]) -> Table:
     table = Table(title="best mesh by surviving nodes (rows where more than DP changes)", title_justify="left", box=None, pad_edge=False)
     for column in ("nodes", "GPUs", "mesh", "ZeRO", "step s", "idle", "change", "GB a rank", "lost s"):
         table.add_column(column, justify="left" if column in ("mesh", "change") else "right", no_wrap=True)
-    last: object = None
-    for index, row in enumerate(rows):
-        mesh = row["mesh"]
-        kind = mesh and (mesh["tp"], mesh["pp"], mesh["cp"], mesh["ep"], row["zero_stage"])
-        if kind == last and index != len(rows) - 1:
+    shown = _turning_points(rows)
+    left_out = len(shown) - _MOST_ROWS
+    for place, row in enumerate(shown):
+        if left_out > 0 and _MOST_ROWS // 2 <= place < _MOST_ROWS // 2 + left_out:
+            if place == _MOST_ROWS // 2:
+                table.add_row("...", "", f"{left_out} more, see --json")
             continue
-        last = kind
+        mesh = row["mesh"]
         if mesh is None:
             table.add_row(str(row["nodes"]), str(row["gpus"]), "nothing fits")
             continue
         change = row["change"]
-        told = change["kind"] if change["mesh"] == mesh else f"{change['kind']}: {name(change['mesh'])}, {change['step_seconds']:.4g} s"
+        told = change["kind"]
+        if change["mesh"] != mesh:
+            told = f"drop to DP {change['mesh']['dp']}, {change['step_seconds']:.4g} s"
         table.add_row(
             str(row["nodes"]),
             str(row["gpus"]),
@@ -143,6 +148,19 @@ def _survivors(rows: list[Document]) -> Table:
             f"{change['lost_seconds']:.0f}",
         )
     return table
+
+
+def _turning_points(rows: list[Document]) -> list[Document]:
+    """The first row of each stretch of equal TP, PP, CP, EP and ZeRO stage, and the last row."""
+    found: list[Document] = []
+    last: object = None
+    for index, row in enumerate(rows):
+        mesh = row["mesh"]
+        kind = mesh and (mesh["tp"], mesh["pp"], mesh["cp"], mesh["ep"], row["zero_stage"])
+        if kind != last or index == len(rows) - 1:
+            found.append(row)
+        last = kind
+    return found
 
 
 def runs(numbers: list[int]) -> str:
