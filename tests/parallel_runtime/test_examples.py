@@ -77,4 +77,4 @@ def test_commands_of_the_readme_run_as_they_stand(line: str, tmp_path: Path) -> 
     )
     assert finished.returncode == 0, finished.stdout[-1500:] + finished.stderr[-3000:]
     ends = {"python": "finished step=", "regrow": ": done at step ", "torchrun": "step=5 "}
-    assert ends[line.split()[0]] in finished.stdout + finished.stderr
+    assert ends[line.split(maxsplit=1)[0]] in finished.stdout + finished.stderr
