@@ -15,7 +15,7 @@ from typing import Any
 import mfusepy as fuse
 
 _ERRORS = {"eio-write": errno.EIO, "eio-fsync": errno.EIO, "eio-read": errno.EIO, "erofs": errno.EROFS, "enospc": errno.ENOSPC}
-_SLOW_SECONDS = 0.2
+_SLOW_SECONDS = 0.02
 _STATS = ("st_gid", "st_mode", "st_nlink", "st_size", "st_uid")
 _TIMES = ("st_atime", "st_ctime", "st_mtime")
 
@@ -34,7 +34,7 @@ class Faulty(fuse.Operations):
 
     def _pass(self, *words: str) -> None:
         word = self._control.read_text().strip()
-        if word in words:
+        if word in words and word in _ERRORS:
             raise fuse.FuseOSError(_ERRORS[word])
         while "hang" in words and self._control.read_text().strip() == "hang":
             time.sleep(0.02)  # storage that hangs: a caller in the kernel
