@@ -21,7 +21,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1, h2 { line-height: 1.2; } h2 { margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-td:first-child, th:first-child, td.text, th.text { text-align: left; }
+td:first-child, th:first-child, td.text, th.text { text-align: left; } td:first-child, th { overflow-wrap: normal; }
 svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
 .axis { stroke: var(--line); stroke-width: 1; } .curve { fill: none; stroke-width: 2; } pre { overflow-x: auto; }
 .good { color: var(--good); } .bad { color: var(--bad); } .soft { color: var(--soft); } .warning { border-left: 4px solid #d97706; padding-left: .8rem; }
