@@ -23,6 +23,7 @@ LONG_FILES: dict[str, str] = {
 
 LONG_FUNCTIONS: dict[str, str] = {
     "src/regrow/cli/plan.py:plan": "its signature is the command's flags, one a line: a list, not logic",
+    "src/regrow/cli/run.py:run": "its signature is the command's flags, one a line: a list, not logic",
 }
 """Functions that may be longer than 70 lines, each with its reason."""
 
