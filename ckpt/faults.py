@@ -54,7 +54,7 @@ class Faults:
     def __init__(self, text: str) -> None:
         self._path = text.removeprefix(FILE_MARK) if text.startswith(FILE_MARK) else ""
         self._seen_at = -1
-        self._faults = [] if self._path else parse(text)
+        self._faults: list[_Fault] = [] if self._path else parse(text)
         self._lock = threading.Lock()
 
     def point(self, place: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def traced(modules: Iterable[nn.Module]) -> Generator[Producer]:
                 handles.append(part.register_forward_hook(_of_module(producer, name)))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_of_gradient(producer, name)))
+                handles.append(cast("Any", parameter).register_post_accumulate_grad_hook(_of_gradient(producer, name)))
     try:
         yield producer
     finally:
@@ -63,4 +63,4 @@ def _finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         part = local_part(value).detach()
         return not part.is_floating_point() or bool(torch.isfinite(part).all())
-    return all(_finite(one) for one in value) if isinstance(value, tuple | list) else True
+    return all(_finite(one) for one in cast("list[Any]", value)) if isinstance(value, tuple | list) else True

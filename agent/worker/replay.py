@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -289,7 +289,7 @@ def _randomness(inputs: Iterable[Any]) -> Randomness:
 
 def _set_randomness(found: Randomness) -> None:
     if found.python is not None:
-        random.setstate(cast("Any", found.python))
+        random.setstate(found.python)
     torch.set_rng_state(found.cpu)
     if found.device is not None:
         torch.cuda.set_rng_state(found.device)

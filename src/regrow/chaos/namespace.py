@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import Any, cast
 
 import psutil
 
@@ -80,7 +81,8 @@ def cut_off(pid: int) -> None:
     Raises:
         OperationalError: it has no connection.
     """
-    ports = sorted({int(one.laddr.port) for one in psutil.Process(pid).net_connections("tcp") if one.laddr})
+    connections = cast("list[Any]", psutil.Process(pid).net_connections("tcp"))
+    ports = sorted({int(one.laddr.port) for one in connections if one.laddr})
     if not ports:
         raise OperationalError("it has no TCP connection", where=f"pid {pid}")
     listed = ", ".join(map(str, ports))
