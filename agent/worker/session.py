@@ -334,10 +334,7 @@ def attach(
     """Join the generation that this process was started for. A second call returns the same run.
 
     Args:
-        global_batch: samples a step, for runs that do not state it; a job that says otherwise wins or is refused.
-        micro_batch: samples of one micro-batch, likewise.
-        seed: of sample order and weights, likewise.
-        mesh: likewise.
+        global_batch: samples a step. It, micro_batch, seed and mesh are for runs that do not state them: a job's own win, or are refused.
         checkpoint: folder of checkpoints for a run that no job gives one.
         level: of adoption, 1 to 3 (docs/concepts.md), told to the agent.
 
