@@ -114,6 +114,8 @@ def _cluster(p: Pace) -> list[_Row]:
          "{{ $value }} supervisors of cluster {{ $labels.cluster }} say that they lead; only one of them can act"),
         ("cluster", "ticket", "AutomationOff", p.d(900), "min by (cluster) (regrow_automation_enabled) == 0",
          "Automatic actions of cluster {{ $labels.cluster }} are switched off"),
+        ("cluster", "ticket", "ActuatorFailing", p.d(900), 'max by (cluster) (regrow_actuator_orders{state=~"failed|held"}) > 0',
+         "A quarantined node of cluster {{ $labels.cluster }} is not known to Slurm, Kubernetes or the site's program"),
         ("cluster", "ticket", "SlowDecisions", p.d(600),
          f"1 - {slow} / (sum by (cluster) (rate(regrow_turn_seconds_count[{p.d(300)}])) > 0) > 0.05",
          "{{ $value | humanizePercentage }} of the supervisor's turns take more than 0.1 s"),
