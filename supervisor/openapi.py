@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import msgspec
 
-from regrow import __version__, wire
+from regrow import wire
 from regrow.supervisor.actuators.orders import Record
 from regrow.supervisor.journal import Entry
 
@@ -216,7 +217,7 @@ def document() -> Schema:
         "openapi": "3.1.0",
         "info": {
             "title": "Regrow supervisor",
-            "version": __version__,
+            "version": metadata.version("regrow"),
             "description": "Any supervisor answers; /v1 of one that stands by answers 503. Fields may be added, none is renamed or removed.",
         },
         "paths": paths,

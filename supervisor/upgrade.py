@@ -7,10 +7,10 @@ leader, and raised by a version that has to write what older ones would misunder
 from __future__ import annotations
 
 import logging
+from importlib import metadata
 
 import msgspec
 
-from regrow import __version__
 from regrow.errors import ConfigurationError
 from regrow.store.base import Comparison, Put, Store, StoreError, mod_revision, version
 from regrow.supervisor.keys import Keys
@@ -49,13 +49,13 @@ async def admit(store: Store, keys: Keys, comparison: Comparison | None) -> Meta
             ) from error
     if found.least_writer > FORM:
         raise ConfigurationError(
-            f"the store was written by Regrow {found.written_by} (form {found.least_writer}); this is {__version__} (form {FORM})",
+            f"the store was written by Regrow {found.written_by} (form {found.least_writer}); this is {metadata.version('regrow')} (form {FORM})",
             where=keys.meta,
             hint=f"upgrade this supervisor to {found.written_by} or newer; to go back, restore etcd's backup from before the upgrade",
         )
     if found.form >= FORM:
         return found
-    made = Meta(written_by=__version__)
+    made = Meta(written_by=metadata.version("regrow"))
     same = mod_revision(keys.meta) == item.mod_revision if item is not None else version(keys.meta) == 0
     result = await store.transaction([same, *([comparison] if comparison else [])], [Put(keys.meta, msgspec.json.encode(made))])
     if not result.succeeded:
