@@ -19,8 +19,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--pause", type=float, default=0.05)
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds added to each phase of a start")
     args = parser.parse_args()
 
+    time.sleep(args.slow)
     run = regrow.attach(global_batch=8, micro_batch=1, seed=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -28,10 +30,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     plan = run.batches(num_samples=64, seed=1)
     state = run.train_state(model=model, optimizer=optimizer)
+    time.sleep(args.slow)
     restored = state.restore()
     args.log.mkdir(parents=True, exist_ok=True)
     with (args.log / f"g{run.spec.generation}-r{run.rank}.jsonl").open("a", buffering=1) as log:
         log.write(json.dumps({"generation": run.spec.generation, "restored": restored, "world": run.world_size}) + "\n")
+        time.sleep(args.slow)
         for step in run.steps(args.steps):
             batch = plan.step(step)
             optimizer.zero_grad()
