@@ -1,4 +1,5 @@
-"""Scripts of other people's trainers, unmodified, under `regrow run`: a worker is killed and the job ends as if nothing had been.
+"""Other people's trainers under `regrow run`. Level 0, unmodified: a worker is killed and the job ends all the same. Level 2, on our
+checkpoints: a worker is killed, and losses and final state are to the bit those of a run without a fault.
 
 The trainers are not among the development tools: the first run makes an environment of its own with them, on top of this one.
 """
@@ -45,7 +46,7 @@ def worker(family: psutil.Process, name: str) -> psutil.Process | None:
     return None
 
 
-@pytest.mark.parametrize("script", ["hf_trainer", "lightning_fit"])
+@pytest.mark.parametrize("script", ["hf_trainer", "lightning_fit", "accelerate_loop"])
 async def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, python: str, processes: Any, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     log = os.open(tmp_path / "run.log", os.O_CREAT | os.O_WRONLY)
@@ -79,3 +80,91 @@ async def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, python: st
     assert steps[0] > 20
     assert steps == list(range(steps[0], 601))
     assert "finished step=600" in text(2)
+
+
+LEVEL2 = {"hf_trainer_level2": ("16", "4"), "lightning_level2": ("32", "8")}
+"""Global batch and micro-batch: two micro-batches for each of two replicas."""
+
+
+@pytest.mark.parametrize("script", list(LEVEL2))
+async def test_a_trainer_on_our_checkpoints_does_not_notice_a_kill(script: str, python: str, processes: Any, tmp_path: Path) -> None:
+    batch, micro = LEVEL2[script]
+
+    async def run(name: str, *, kill: bool) -> dict[int, dict[int, str]]:
+        folder = tmp_path / name
+        log = os.open(tmp_path / f"{name}.log", os.O_CREAT | os.O_WRONLY)
+        launched = await asyncio.create_subprocess_exec(
+            *(python, "-m", "regrow", "run", "--plain", "--local", "2", "--nproc-per-node", "1", "--job", "fit", "--run-dir", str(folder)),
+            *("--global-batch", batch, "--micro-batch", micro, str(ROOT / f"examples/{script}.py"), "--steps", "300"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+        )
+        os.close(log)
+
+        def text(generation: int) -> str:
+            path = folder / f"nodes/n0/jobs/fit/g{generation}/rank0.out"
+            return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+        try:
+            if kill:
+                committed = folder / "checkpoints"
+                await processes.until(lambda: launched.returncode is not None or any(committed.glob("step-*/record.json")), "a checkpoint")
+                victim = worker(psutil.Process(launched.pid), "rank1.out")
+                assert victim is not None, (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+                victim.kill()
+            assert await asyncio.wait_for(launched.wait(), 400) in (0, 3), (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+        finally:
+            if launched.returncode is None:
+                launched.terminate()
+                await launched.wait()
+        steps = {
+            generation: {int(step): loss for step, loss in re.findall(r"^step=(\d+) world=2 loss=(\S+)$", text(generation), re.MULTILINE)}
+            for generation in (1, 2, 3)
+        }
+        (steps[0],) = [{0: found} for found in re.findall(r"^finished step=300 state=(\w+)$", text(1) + text(2) + text(3), re.MULTILINE)]
+        return {generation: found for generation, found in steps.items() if found}
+
+    twin, seen = await run("twin", kill=False), await run("seen", kill=True)
+    assert set(twin) == {0, 1}
+    last = max(seen)
+    assert last > 1, "it was killed in the middle"
+    resumed = min(seen[last])
+    assert resumed > 1, "it goes on from a checkpoint"
+    assert sorted(seen[last]) == list(range(resumed, 301))
+    assert {step: twin[1][step] for step in seen[last]} == seen[last], "the same losses, to the bit"
+    assert seen[0] == twin[0], "the same parameters in the end"
+
+
+STATEFUL = """
+import torch
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from regrow.agent.worker.data import BatchPlan, Recipe
+from regrow.integrations.sampler import StepSampler
+from regrow.parallel.batch import split
+
+recipe, data = Recipe(num_samples=96, seed=3, global_batch=16, micro_batch=2), TensorDataset(torch.arange(96))
+
+def trained(dp, first, last, workers):
+    shares = []
+    for replica in range(dp):
+        plan = BatchPlan(recipe, split(16, 2, dp), replica, base_step=first - 1, base_samples=(first - 1) * 16)
+        sampler = StepSampler(plan, last + 2)
+        loader = StatefulDataLoader(data, batch_sampler=sampler, num_workers=workers)
+        walk = sampler.steps(loader)
+        shares.append([[int(sample) for (batch,) in next(walk) for sample in batch] for _ in range(first, last + 1)])
+        loader.state_dict()
+    return [sample for step in zip(*shares, strict=True) for share in step for sample in share]
+
+if __name__ == "__main__":
+    whole = trained(1, 1, 6, 0)
+    print(sorted(whole) == list(range(96)), trained(4, 1, 2, 1) + trained(3, 3, 5, 0) + trained(2, 6, 6, 1) == whole)
+"""
+
+
+def test_torchdatas_loader_gives_every_sample_once_over_a_change_of_replicas(python: str, tmp_path: Path) -> None:
+    (tmp_path / "walk.py").write_text(STATEFUL)
+    done = subprocess.run([python, str(tmp_path / "walk.py")], capture_output=True, text=True, check=False, timeout=400)
+    assert done.stdout.split() == ["True", "True"], done.stderr
