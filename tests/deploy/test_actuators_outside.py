@@ -52,7 +52,7 @@ async def test_drain_and_undrain_in_a_real_slurm(monkeypatch: pytest.MonkeyPatch
 
 async def _up(cluster: Cluster) -> None:
     async with asyncio.timeout(120):
-        while (await cluster.ask("sinfo", "-h", "-N", "-o", "%t", check=False)).split() != ["idle", "idle"]:  # noqa: ASYNC110
+        while (await cluster.ask("sinfo", "-h", "-N", "-o", "%t", check=False)).replace("*", "").split() != ["idle", "idle"]:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
 
 
