@@ -43,6 +43,26 @@ class TrainState:
     """Model, optimizer, scheduler, loader, random state and whatever else has state_dict(), as one thing.
 
     `step` and `samples` are the completed step and the samples consumed by the whole job at the last restore or save.
+
+    Args:
+        model: A module, or the list of this rank's pipeline stages; names must be global.
+        optimizer: One or a list.
+        scheduler: One or a list; state_dict() must be plain data.
+        data: Loader or sampler with state_dict(); kept per rank.
+        extra: More objects with state_dict()/load_state_dict() by name: GradScaler, averaged weights …
+        place: Who we are.
+        sink: Where snapshots go.
+        exchange: Lets all ranks of the generation see all boxes, once.
+        aliases: {"head.weight": "tok.weight"}: names under which a shared tensor is also known.
+        generators: Named torch generators besides the default ones.
+        facts: Plain facts that go into the record (batch recipe, fingerprint of the configuration …).
+        back_pressure: What a save does while both arenas are in use: skip it, wait up to `wait_seconds`, or fail.
+        wait_seconds: For "wait".
+        column_strips: Strips of columns that large matrices are stored as (docs/checkpoint-format.md). The same on all ranks.
+        accept: Differences between launch and checkpoint that are meant (`regrow.ckpt.differences`); REGROW_ACCEPT adds to it.
+        check_first_step: Refuse the first update when what was restored has been changed before it.
+        late_copy: Copy parameters and optimizer state while the next forward and backward run; the optimizer waits for the
+            rest. Nothing but the optimizer may write to them. Without a compiler, and for devices, there is no such copy.
     """
 
     def __init__(
@@ -66,28 +86,7 @@ class TrainState:
         check_first_step: bool = True,
         late_copy: bool = False,
     ) -> None:
-        """Nothing is read, written or allocated until the first restore or save.
-
-        Args:
-            model: A module, or the list of this rank's pipeline stages; names must be global.
-            optimizer: One or a list.
-            scheduler: One or a list; state_dict() must be plain data.
-            data: Loader or sampler with state_dict(); kept per rank.
-            extra: More objects with state_dict()/load_state_dict() by name: GradScaler, averaged weights …
-            place: Who we are.
-            sink: Where snapshots go.
-            exchange: Lets all ranks of the generation see all boxes, once.
-            aliases: {"head.weight": "tok.weight"}: names under which a shared tensor is also known.
-            generators: Named torch generators besides the default ones.
-            facts: Plain facts that go into the record (batch recipe, fingerprint of the configuration …).
-            back_pressure: What a save does while both arenas are in use: skip it, wait up to `wait_seconds`, or fail.
-            wait_seconds: For "wait".
-            column_strips: Strips of columns that large matrices are stored as (docs/checkpoint-format.md). The same on all ranks.
-            accept: Differences between launch and checkpoint that are meant (`regrow.ckpt.differences`); REGROW_ACCEPT adds to it.
-            check_first_step: Refuse the first update when what was restored has been changed before it.
-            late_copy: Copy parameters and optimizer state while the next forward and backward run; the optimizer waits for the
-                rest. Nothing but the optimizer may write to them. Without a compiler, and for devices, there is no such copy.
-        """
+        """Nothing is read, written or allocated until the first restore or save; arguments: see the class."""
         self.step = place.spec.restore.step if place.spec.restore else 0
         self.samples = place.spec.restore.samples if place.spec.restore else 0
         self.counts = SaveCounts()
