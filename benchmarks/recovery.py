@@ -182,15 +182,25 @@ class Torchrun(System):
 
 
 class Regrow(System):
-    """`regrow run --local 4`."""
+    """`regrow run --local`."""
 
-    def __init__(self, folder: Path, deadline: float, *flags: str, script: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        deadline: float,
+        *flags: str,
+        script: tuple[str, ...] = (),
+        nodes: int = NODES,
+        slots: int = SLOTS,
+        **environment: str,
+    ) -> None:
         super().__init__(folder, deadline)
         script = script or (str(JOBS / "light.py"), "--out", str(self.log))
         self.root = folder / "r"
         self.spawn(
-            *(sys.executable, "-m", "regrow", "run", "--local", str(NODES), "--nproc-per-node", str(SLOTS), "--run-dir", str(self.root)),
+            *(sys.executable, "-m", "regrow", "run", "--local", str(nodes), "--nproc-per-node", str(slots), "--run-dir", str(self.root)),
             *("--plain", "--job", "benchmark", *flags, *script),
+            **environment,
         )
 
     def job(self) -> dict[str, Any]:
@@ -260,7 +270,7 @@ def measure_heavy(folder: Path, deadline: float) -> dict[str, Any]:
     """The 3D example loses a node and goes on re-sharded."""
     script = ("-m", "regrow.demo.train_gpt", "--steps", "100000", "--hidden", "240", "--seq", "192", "--layers", "4", "--samples", "256")
     flags = ("--mesh", "2x2x2", "--meshes", "8:2x2x2 6:3x2x1 4:2x2x1", "--global-batch", "16", "--micro-batch", "2")
-    with running(Regrow(folder, deadline, *flags, script=script)) as system:
+    with running(Regrow(folder, deadline, *flags, "--in-place", script=script)) as system:
         assert isinstance(system, Regrow)
         system.until(
             lambda: (system.job().get("checkpoint") or {}).get("step") and (system.job().get("step") or 0) >= 8, "eight heavy steps"
@@ -384,7 +394,7 @@ def one_round(
             book.append(recover(system))
             floors.extend(json.loads((system.log / "floor.json").read_text()))
         return
-    flags = ("--in-place",) if name == "in_place" else ()
+    flags = ("--in-place",) if name == "in_place" else ("--no-in-place",)
     with running(Regrow(folder, end, "--global-batch", "64", *flags)) as system:
         for _ in range(args.kills):
             book.append(recover(system))
