@@ -6,6 +6,7 @@ Nothing is made in the machine's own namespace. Needs root.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -25,9 +26,13 @@ _T = TypeVar("_T")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+@functools.cache
 def why_not() -> str:
     """Why this process cannot make network namespaces; empty when it can. (Missing tools are a failure: tools/system.sh has them.)"""
-    return "" if os.geteuid() == 0 else "network namespaces need root"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tried = subprocess.run(("unshare", "--net", "true"), capture_output=True, text=True, timeout=60, check=False)
+    return f"this machine gives no network namespace: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def command(*argv: str, text: str = "") -> None:

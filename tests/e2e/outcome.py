@@ -24,12 +24,9 @@ def logs(folder: Path) -> dict[int, list[list[dict[str, Any]]]]:
 
 
 def true_frontier(folder: Path, before: int) -> int:
-    """The highest step that all ranks of some generation below `before` have applied, by their own words."""
-    applied = [0]
-    for number, ranks in logs(folder).items():
-        if number < before and ranks and len(ranks) == ranks[0][0]["world"]:
-            applied.append(min(int(lines[-1].get("step", lines[0]["restored"])) for lines in ranks))
-    return max(applied)
+    """The highest step that any rank of a generation below `before` has applied, by its own words."""
+    own = [lines[-1].get("step", lines[0]["restored"]) for number, ranks in logs(folder).items() if number < before for lines in ranks]
+    return max((int(step) for step in own), default=0)
 
 
 def restored(folder: Path, after: int) -> dict[int, int]:

@@ -17,7 +17,6 @@ from tests.e2e.outcome import assert_like_twin, assert_no_orphan, assert_one_gen
 TOY = Path(__file__).with_name("toy.py")
 
 pytestmark = [
-    pytest.mark.soak,
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "never"),
 ]
