@@ -59,8 +59,8 @@ class Storage:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[Storage]:
-    assert os.access("/dev/fuse", os.W_OK), "these tests mount FUSE"
-    assert os.geteuid() == 0, "these tests mount FUSE: run them as root"
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("these tests mount FUSE: root and /dev/fuse are needed")
     made = Storage(tmp_path / "fuse")
     yield made
     made.close()
