@@ -33,7 +33,8 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-soak: setup tools
+soak: setup
+	tools/system.sh $(VENV) soak
 	$(BIN)/pytest -m soak tests
 
 bench: setup tools
