@@ -1,5 +1,5 @@
 """A small MLP with dropout and batch norm whose micro-steps are repeated at RATE. KIND: plain, noisy (gradients that do not
-repeat to the bit), flip_once (a bit at step FLIP_AT of rank 1 in
+repeat to the bit), flip_once (one gradient wrong at step FLIP_AT of rank 1 in
 one run), nan (one micro-step of NAN_RANK at step NAN_AT leaves NaN; NAN_ALWAYS=1: again when repeated)."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
         if kind == "noisy":
             gradient.mul_(1.0 + calls * 1e-6)
         if kind == "flip_once" and (run._loop.started, run.rank, unit) == (FLIP_AT, 1, turn.unit) and first(calls):
-            gradient.view(torch.int32)[0, 0] ^= 1 << 20
+            gradient[0, 0] += 1.0
         if kind == "nan" and not always and (run._loop.started, run.rank) == bad and first(calls):
             gradient[0, 0] = float("nan")
         return loss.detach()
