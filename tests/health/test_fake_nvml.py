@@ -16,6 +16,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from regrow import compiling
 from regrow.agent.health import findings, nvml
 from regrow.agent.health.fake_nvml import build
 from regrow.agent.health.fake_nvml.control import FakeNvml, uuid_of
@@ -322,6 +323,6 @@ def test_a_broken_state_file_is_no_driver(fake: FakeNvml) -> None:
 def test_no_compiler_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OperationalError, match="ziglang"):
         build.library(cache=tmp_path / "cache")
