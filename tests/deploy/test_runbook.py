@@ -83,9 +83,6 @@ class Site:
         script = "set -eu\n" + "\n".join(map(self.here, commands)).replace(
             " &\n", f" >>{self.root}/supervisor.log 2>&1 & echo $! >>{self.root}/pids\n"
         )
-        script = script.replace(
-            "regrow status ", f"for i in $(seq 200); do [ -e {self.root}/state/supervisor.json ] && break; sleep 0.1; done\nregrow status "
-        )
         child = await asyncio.create_subprocess_exec(
             "bash",
             "-c",

@@ -123,7 +123,7 @@ def test_wrong_use_is_refused_before_anything_starts(endpoint: str, conf: dict[s
 
 async def test_without_a_supervisor_torchrun_says_so(etcd: EmbeddedEtcd) -> None:
     made = RegrowRendezvous(parameters(etcd.endpoint, timeout=900))
-    with pytest.raises(RendezvousConnectionError, match="no supervisor leads cluster 'default'"):
+    with pytest.raises(RendezvousConnectionError, match="no supervisor leads cluster 'local'"):
         await asyncio.to_thread(made.next_rendezvous)
     assert await asyncio.to_thread(made.shutdown)
     assert not made.is_closed()
