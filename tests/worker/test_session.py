@@ -300,6 +300,8 @@ def test_injected_nan_is_never_saved(world: World, agent: FakeAgent, tmp_path: P
     seen = min((line for line in agent.of(wire.StepReport) if line.nonfinite), key=lambda line: (line.step, -line.rank))
     assert (seen.rank, seen.nonfinite) == (1, "0.weight"), "the rank and tensor that made it, before the reduction spread it"
     assert "not finite" in refused[0].reason
+    alone = [line for line in agent.of(wire.SaveReport) if line.outcome == "failed"]
+    assert all("not finite" in (tmp_path / f"{line.step}-{line.rank}.skipped").read_text() for line in alone), "its writer is told"
     taken = Counter(line.step for line in agent.of(wire.SaveReport) if line.outcome == "snapshot")
     assert all(count < 2 for step, count in taken.items() if step >= seen.step), "never by all ranks, so nobody commits it"
 
