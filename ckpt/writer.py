@@ -24,6 +24,7 @@ from regrow.ckpt.service import Writer
 GRACE_SECONDS = 5.0
 ORPHAN_SECONDS = 60.0
 """Longer than an agent needs to come back (its shim waits 30 s): what is in the arenas then has nobody to be for."""
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("regrow.ckpt.writer")
 
 
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     options.state.mkdir(parents=True, exist_ok=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # who sees the socket may send one before the loop can take it
     listener = _listen(options.socket)
     if listener is None:
         sys.stderr.write(f"regrow: another checkpoint writer listens on {options.socket}\n")
@@ -87,8 +89,9 @@ async def _run(listener: socket.socket, orphan_seconds: float) -> None:
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
     abrupt = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDING:
         loop.add_signal_handler(number, ending.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     lifeline = os.environ.get("REGROW_LIFELINE")
     if lifeline:
         loop.add_reader(int(lifeline), lambda: (abrupt.set(), ending.set(), loop.remove_reader(int(lifeline))))
