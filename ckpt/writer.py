@@ -37,13 +37,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     options.state.mkdir(parents=True, exist_ok=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # who sees the socket may send one before the loop can take it
+    early: list[int] = []
+    for number in _ENDING:  # who sees the socket may send one before the loop can take it
+        signal.signal(number, lambda number, _: early.append(number))
     listener = _listen(options.socket)
     if listener is None:
         sys.stderr.write(f"regrow: another checkpoint writer listens on {options.socket}\n")
         sys.exit(2)
     with asyncio.Runner() as runner:
-        runner.run(_run(listener, options.orphan))
+        runner.run(_run(listener, options.orphan, early))
         options.socket.unlink(missing_ok=True)
         sys.stderr.flush()
         os._exit(0)  # a thread that hangs in storage must not hold the process
@@ -85,13 +87,14 @@ class _Company:
                 self._timer = asyncio.get_running_loop().call_later(self._seconds, self._alone)
 
 
-async def _run(listener: socket.socket, orphan_seconds: float) -> None:
+async def _run(listener: socket.socket, orphan_seconds: float, early: list[int]) -> None:
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
     abrupt = asyncio.Event()
     for number in _ENDING:
         loop.add_signal_handler(number, ending.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    if early:
+        ending.set()
     lifeline = os.environ.get("REGROW_LIFELINE")
     if lifeline:
         loop.add_reader(int(lifeline), lambda: (abrupt.set(), ending.set(), loop.remove_reader(int(lifeline))))
