@@ -3,9 +3,9 @@
 # that measure time or start whole clusters come after them, one at a time.
 set -eu
 bin=.venv/bin
-beside="sim contract parallel stats ckpt_interval"
-first="kernel local core golden health security"
-alone="deploy integrations agent worker supervisor ckpt parallel_runtime web observe chaos e2e"
+beside="contract deploy parallel stats ckpt_interval"
+first="kernel local core golden sim health security integrations"
+alone="agent worker supervisor ckpt parallel_runtime web observe chaos e2e"
 
 run() {
     name=$1
