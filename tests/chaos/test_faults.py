@@ -1,4 +1,4 @@
-"""Network, clock, disk, hang and gradient faults on a real cluster: one short plan here, the built-in plans in soak."""
+"""Network, clock, disk, hang and gradient faults on a real cluster: one short plan, and the built-in plans; all in soak."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def run(plan: str | Path, folder: Path, seconds: float) -> dict[str, Any]:
     return card
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_network_clock_disk_evaluation_and_gradient_in_one_run(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(PLAN)
