@@ -34,7 +34,7 @@ def test_demo_with_all_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--fault", "earthquake"], ["--zero", "2"], ["--seed", "-1"], ["--steps", "3"], ["--fault", "node,fire"]]
+    "flags", [["--fault", "earthquake"], ["--zero", "4"], ["--seed", "-1"], ["--steps", "3"], ["--fault", "node,fire"]]
 )
 def test_wrong_flags_are_refused_before_anything_starts(tmp_path: Path, flags: list[str]) -> None:
     argv = [sys.executable, "-m", "regrow", "demo", *flags, "--run-dir", str(tmp_path / "d")]
