@@ -11,6 +11,7 @@ from regrow.agent.health.boot import boot_id
 from regrow.agent.machine import Fences
 from regrow.agent.roster import process_state, start_time
 from regrow.errors import OperationalError
+from regrow.syncing import sync_directory
 
 
 def load(path: Path) -> Fences:
@@ -42,11 +43,7 @@ def save(path: Path, fences: Fences) -> Fences:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(path.parent)
     return fences
 
 

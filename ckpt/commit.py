@@ -30,6 +30,7 @@ from regrow.ckpt.manifest import (
 )
 from regrow.errors import FencedError, OperationalError
 from regrow.ids import MeshShape
+from regrow.syncing import sync_directory
 from regrow.wire import CheckpointRecord, GenerationSpec, ShardsDurable, ShardsFailed
 
 
@@ -325,12 +326,3 @@ def publish(directory: Path, name: str, data: bytes) -> None:
         raise
     faults.point(f"publish.{name}.sync")
     sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """fsync of a directory, so that the names in it are on storage."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from regrow.ckpt import catalog
-from regrow.ckpt.commit import publish, sync_directory
+from regrow.ckpt.commit import publish
 from regrow.ckpt.manifest import (
     RECORD_NAME,
     FileEntry,
@@ -31,6 +31,7 @@ from regrow.ckpt.manifest import (
 )
 from regrow.ckpt.verify import Progress, verify
 from regrow.errors import ConfigurationError, OperationalError
+from regrow.syncing import sync_directory
 
 OPERATIONS_NAME = "operations.jsonl"
 

@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from regrow.ckpt import catalog
-from regrow.ckpt.commit import publish, sync_directory
+from regrow.ckpt.commit import publish
 from regrow.ckpt.manifest import RECORD_NAME, DamagedCheckpointError, Record, parse_directory, parse_record, read_record
 from regrow.ckpt.verify import verify
 from regrow.errors import ConfigurationError, OperationalError
+from regrow.syncing import sync_directory
 
 Progress = Callable[[int, int], None]
 

@@ -17,6 +17,7 @@ from regrow.ckpt.finite import is_checked, is_finite
 from regrow.ckpt.layout import PAGE_BYTES, gaps
 from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest
 from regrow.ckpt.recycling import Recycler
+from regrow.syncing import sync_directory
 
 WRITE_BYTES = 8 << 20
 """One write call: large enough for full speed with O_DIRECT."""
@@ -153,11 +154,7 @@ def make_directory(folder: Path, name: str) -> Path:
     directory = folder / name
     if not directory.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_directory(folder)
     return directory
 
 

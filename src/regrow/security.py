@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from regrow.errors import ConfigurationError
+from regrow.syncing import sync_directory
 
 Role = Literal["node", "supervisor"]
 TOKEN_VARIABLE = "REGROW_TOKEN"  # noqa: S105  # a name, not a secret
@@ -94,11 +95,7 @@ def write_whole(path: Path, content: bytes, *, mode: int, where: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_directory(path.parent)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}", where=where, hint="check the path") from error
 
