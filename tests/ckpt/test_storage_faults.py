@@ -169,6 +169,19 @@ async def test_storage_that_cannot_be_read_is_an_error_not_a_fresh_start(storage
     assert Small(folder, 3, decided, seed=9).state.restore() == 1
 
 
+@pytest.fixture
+def faked_clocks() -> Iterator[None]:
+    """libfaketime leaves its shared memory behind when the process that made it is killed: take away what came during the test."""
+
+    def shared() -> set[Path]:
+        return {*Path("/dev/shm").glob("faketime_shm_*"), *Path("/dev/shm").glob("sem.faketime_sem_*")}
+
+    before = shared()
+    yield
+    for path in shared() - before:
+        path.unlink(missing_ok=True)
+
+
 def _faketime() -> str:
     found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
     assert found, "libfaketime is not installed: apt-get install faketime"
@@ -176,7 +189,7 @@ def _faketime() -> str:
 
 
 @pytest.mark.parametrize("jump", ["-10d", "+10d"])
-async def test_a_wall_clock_that_jumps_while_the_writer_writes(make_writer, make_committer, tmp_path, monkeypatch, jump):
+async def test_a_wall_clock_that_jumps_while_the_writer_writes(faked_clocks, make_writer, make_committer, tmp_path, monkeypatch, jump):
     """The writer's clock goes ten days back or on between two saves: order, durations and deadlines are as before."""
     stamp = tmp_path / "clock"
     stamp.write_text("+0")

@@ -62,7 +62,11 @@ class Writer:
                 collected = self._collectors[message.generation].add(message)
                 if collected.pending is not None:
                     write_record(collected.pending, written_at=time.time())
-                self._connection.sendall(wire.encode(Acknowledged(job=message.job, generation=message.generation, step=message.step)))
+                acknowledged = Acknowledged(job=message.job, generation=message.generation, step=message.step)
+                try:
+                    self._connection.sendall(wire.encode(acknowledged))
+                except (BrokenPipeError, ConnectionResetError):
+                    return  # the writer was killed after it had sent its last word
 
 
 @pytest.fixture

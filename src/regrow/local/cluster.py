@@ -179,7 +179,7 @@ class LocalCluster:
         self._lock.write(f"{os.getpid()}\n")
         self._lock.flush()
         if self.short_root != self.root:
-            _link(self.short_root, self.root)
+            link_short(self.short_root, self.root)
 
     async def _start_child(self, recipe: Recipe) -> Child:
         assert self._lifeline is not None
@@ -262,7 +262,11 @@ def _short(root: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"regrow-{os.getuid()}-{hashlib.sha256(str(root).encode()).hexdigest()[:10]}"
 
 
-def _link(short: Path, root: Path) -> None:
+def link_short(short: Path, root: Path) -> None:
+    """Make the short path; take away those of run folders that are gone (a killed launcher could not)."""
+    for other in short.parent.glob(f"regrow-{os.getuid()}-*"):
+        if other.is_symlink() and not other.exists():
+            other.unlink(missing_ok=True)
     with contextlib.suppress(FileExistsError):
         short.symlink_to(root)
     if short.resolve() != root.resolve():
