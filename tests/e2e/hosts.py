@@ -136,6 +136,8 @@ class Site:
 
     def _start(self, name: str, host: str, *argv: str) -> None:
         (self.folder / host).mkdir(exist_ok=True)
+        if name in self._processes:
+            self._processes[name].wait()
         environment = {key: value for key, value in os.environ.items() if not key.startswith("REGROW_")}
         environment |= _QUICK | {TEST_MARK: str(self.folder)}
         with (self.folder / f"{name.replace(' ', '-')}.log").open("ab") as log:
