@@ -216,6 +216,7 @@ class Life:
         world = self._world
         if not node.up:
             return
+        self.settle()  # what it committed while it lived
         run = self.current(node)
         waits = world.run if world.run is not None and node.name in world.run.waiting else None
         node.up = node.agent = False
@@ -237,6 +238,7 @@ class Life:
         """An orderly restart at the end of a repair. A member takes its run with it."""
         if not node.up:
             return
+        self.settle()
         self._world.disconnect(node, "host restarts")
         run = self.current(node)
         node.up = node.agent = False
@@ -250,6 +252,7 @@ class Life:
         """The leader released it, or its notice is over."""
         if not node.up or not node.leaving:
             return
+        self.settle()
         self._world.disconnect(node, f"left: {node.leaving}")
         run = self.current(node)
         node.up = node.agent = False

@@ -62,6 +62,8 @@ class Orders:
                 self._order(lambda: self._tell_rate(action))
             case a.AskStacks():
                 self._world.loop.after(_STACKS_SECONDS, lambda: self._stacks(action))
+            case a.AskReach():
+                self._order(lambda: self._reach(action))
             case a.ReleaseNode():
                 self._order(lambda: self._world.life.leaves(self._world.nodes[action.node]))
             case a.Page():
@@ -249,6 +251,22 @@ class Orders:
         run = self._world.run
         if run is not None and run.number == action.generation:
             run.new_rate(action.failures_per_second)
+
+    def _reach(self, action: a.AskReach) -> None:
+        """Hosts that are up are reached: the simulated data network is not cut for one host alone."""
+        world = self._world
+        names = [name for name in action.peers if world.nodes[name].up]
+        for name in names:
+            tried = action.peers[name]
+            up = tuple(peer for peer in tried if world.nodes[peer].up)
+            down = tuple(peer for peer in tried if not world.nodes[peer].up)
+            world.tell(
+                world.nodes[name],
+                lambda at, name=name, up=up, down=down: e.PeersWereProbed(
+                    at=at, node=name, job=JOB, generation=action.generation, reached=up, unreached=down
+                ),
+                late=name != names[-1],
+            )
 
     def _stacks(self, action: a.AskStacks) -> None:
         """All workers dump their stacks but the one that is stuck."""

@@ -6,6 +6,7 @@ import random
 
 import msgspec
 
+from regrow.ids import MeshShape
 from regrow.supervisor.sim import constants, faults, models
 from regrow.supervisor.sim.faults import Fault
 from regrow.supervisor.sim.setup import Setup
@@ -36,9 +37,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 RSC1_RATE = 6.50e-3
 RSC2_RATE = 2.34e-3
 """Failures a node-day of the two research clusters (arXiv:2410.21680, section III, as public notes on it quote it)."""
-FT_PERIOD_SECONDS, FT_SYNCHRONOUS_SECONDS, FT_REPLICA_SECONDS = 18 * 60.0, 10 * 60.0, 3 * 60.0
+FT_PERIOD_SECONDS, FT_SYNCHRONOUS_SECONDS, FT_STALL_SECONDS = 18 * 60.0, 10 * 60.0, 3 * 60.0
 """A failure each 18 minutes at 100,000 GPUs; stalls of 10 and of 3 minutes (arXiv:2602.00277; the abstract has the stalls, the
 period is from public notes on the text)."""
+FT_REPLICAS, FT_REPLICA_GPUS, FT_RETURN_SECONDS = 12, 8192, 10 * 60.0
+"""Replicas, GPUs of one, and from the fault until its replica is back (arXiv:2602.00277, as public notes on the text quote it: the
+authors' own sum is (8 + 7 x 11/12) / 18 = 80 %: 3 minutes nothing, 7 minutes eleven of twelve replicas, 8 minutes all)."""
+FT_REJOIN_SECONDS = 100.0
+"""Stall that they measured when a replica returns (its first step), not in their sum."""
 
 
 def first_order_ettr(failures_per_second: float, restart_seconds: float, interval_seconds: float, stall_seconds: float) -> float:
@@ -149,26 +155,73 @@ def rsc_claims() -> list[Claim]:
     return found
 
 
+def ft_hsdp_goodput(*, rejoin_seconds: float = 0.0, days: float = 2.0, seed: int = 1) -> float:
+    """Share of the reserved time at full pace when a lost replica is left out until it is back.
+
+    A node stands for a replica. Their stall is one time limit of the all-reduce and what follows, so it lies before the decision
+    here, and our own shorter limits for a hang are off. The job goes on from a checkpoint ten seconds old, where theirs has its state.
+
+    Args:
+        rejoin_seconds: stall of all when the replica returns; the first stall stays as published.
+        days: simulated.
+        seed: which replica is lost.
+    """
+    zero = dict.fromkeys(("exit_report", "verdict", "message", "record", "commit", "stop", "start", "restore", "first_step"), 0.0)
+    before = FT_STALL_SECONDS - rejoin_seconds
+    setup = Setup(
+        constants=constants.load(None, **zero, silence=before, peer_error=before, lease=2 * before, rendezvous=rejoin_seconds),
+        nodes=FT_REPLICAS,
+        gpus_per_node=FT_REPLICA_GPUS,
+        days=days,
+        policy="dp-shrink",
+        mesh=MeshShape(dp=FT_REPLICAS),
+        sequences=FT_REPLICAS * (FT_REPLICAS - 1),
+        step_seconds=1.0,
+        save_seconds=0.0,
+        stall_seconds=0.0,
+        interval_seconds=10.0,
+        rate_per_gpu_hour=3600.0 / FT_PERIOD_SECONDS / (FT_REPLICAS * FT_REPLICA_GPUS),
+    )
+
+    def losses(rng: random.Random) -> tuple[Fault, ...]:
+        number = int(setup.seconds / FT_PERIOD_SECONDS)
+        return tuple(
+            Fault(
+                at=FT_PERIOD_SECONDS * place, kind="host", nodes=(rng.randrange(FT_REPLICAS),), seconds=FT_RETURN_SECONDS, component="host"
+            )
+            for place in range(1, number + 1)
+        )
+
+    patient = msgspec.structs.replace(
+        policy_of(setup), backoff_seconds=0.0, backoff_most_seconds=0.0, hang_floor_seconds=3600.0, hang_first_step_seconds=3600.0
+    )
+    return run_seed(setup, models.build(setup), losses, seed, policy=patient).summary.goodput
+
+
 def ft_hsdp_claims() -> list[Claim]:
     """FT-HSDP: only stalls are lost (its recovery does not go back to a checkpoint), a failure at each multiple of its period."""
-    found: list[Claim] = []
-    for published, stall, why in (
-        (0.44, FT_SYNCHRONOUS_SECONDS, "every failure stops all for 10 min; periods of 18 min, not a Poisson process, give their figure"),
-        (
-            0.80,
-            FT_REPLICA_SECONDS,
-            "stalls of 3 min alone: 83 %; what the missing replica costs meanwhile could not be sourced (number of replicas, restart)",
-        ),
-    ):
-        simulated = simulated_ettr(
-            failures_per_day=86_400.0 / FT_PERIOD_SECONDS,
-            restart_seconds=stall,
-            interval_seconds=10.0,
-            stall_seconds=0.0,
-            nodes=4,
-            days=1.0,
-            regular=True,
+    synchronous = simulated_ettr(
+        failures_per_day=86_400.0 / FT_PERIOD_SECONDS,
+        restart_seconds=FT_SYNCHRONOUS_SECONDS,
+        interval_seconds=10.0,
+        stall_seconds=0.0,
+        nodes=4,
+        days=1.0,
+        regular=True,
+    )
+    replicas = ft_hsdp_goodput()
+    why = "every failure stops all for 10 min; periods of 18 min, not a Poisson process, give their figure"
+    part = "stalls of 3 min, then eleven of twelve replicas for 7 min; twelve and ten minutes are from public notes on the text"
+    return [
+        Claim(
+            name=f"FT-HSDP at 100,000 GPUs, {name}",
+            published=published,
+            simulated=simulated,
+            reproduced=abs(simulated - published) <= 0.02,
+            why=text,
         )
-        name = f"FT-HSDP at 100,000 GPUs, {stall / 60:.0f} min stalls"
-        found.append(Claim(name=name, published=published, simulated=simulated, reproduced=abs(simulated - published) <= 0.02, why=why))
-    return found
+        for name, published, simulated, text in (
+            ("10 min stalls of all", 0.44, synchronous, why),
+            ("3 min stalls, one replica absent", 0.80, replicas, part),
+        )
+    ]
