@@ -17,16 +17,13 @@ import json
 import math
 import os
 import platform
-import socket
 import statistics
 import sys
-import tempfile
 import time
-import traceback
-from pathlib import Path
 from typing import Any
 
 import msgspec
+from jobs.ranks import device_mesh, preload, run
 
 from regrow.ids import MeshShape
 from regrow.parallel import batch, calibrate, inventory, planner, search, shape
@@ -93,23 +90,19 @@ def regret() -> list[float]:
     return found
 
 
-def train(mesh: MeshShape, micro: int, rank: int, port: int, steps: int, folder: Path) -> None:
-    """One rank of the measured job: steps of a GPT on a mesh."""
+def train(mesh: MeshShape, micro: int, rank: int, port: int, steps: int) -> list[tuple[float, float]]:
+    """(wall, CPU) seconds of each step of one rank: a GPT on a mesh."""
     import torch
-    import torch.distributed as dist
 
     from regrow.demo.model import Config, Gpt
     from regrow.parallel.apply import Strategy, apply_mesh
     from regrow.parallel.dropout import sample_keys
 
     torch.set_num_threads(1)
-    device_mesh = None
-    if mesh.world_size > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=mesh.world_size)
-        device_mesh = dist.device_mesh.init_device_mesh("cpu", (mesh.dp, mesh.pp, mesh.tp), mesh_dim_names=("dp", "pp", "tp"))
+    laid = device_mesh(rank, port, {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp})
     torch.manual_seed(0)
     counts = batch.split(GLOBAL_BATCH, micro, mesh.dp)
-    net = apply_mesh(Gpt(Config(**SIZES, dropout=0.0)), device_mesh, mesh, Strategy(micro_batch=micro, micro_batches=counts))
+    net = apply_mesh(Gpt(Config(**SIZES, dropout=0.0)), laid, mesh, Strategy(micro_batch=micro, micro_batches=counts))
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     tokens = torch.randint(0, 256, (net.num_samples, SIZES["seq"] + 1))
     times: list[tuple[float, float]] = []
@@ -118,33 +111,15 @@ def train(mesh: MeshShape, micro: int, rank: int, port: int, steps: int, folder:
         net.forward_backward(tokens[:, :-1], tokens[:, 1:], sample_keys(0, step, torch.arange(net.num_samples)))
         optimizer.step()
         times.append((time.monotonic() - start, time.process_time() - used))
-    (folder / f"{mesh}-{micro}-{rank}.json").write_text(json.dumps(times))
+    return times
 
 
-def measure(mesh: MeshShape, micro: int, steps: int, folder: Path) -> list[dict[str, float]]:
-    """Steps of one plan, forked from this process (torch is imported, nothing has run): wall time, and what the step would take
-    on an idle machine by the CPU time of its ranks: the busiest rank's, or all of it over the cores."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    children = []
-    for rank in range(mesh.world_size):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                train(mesh, micro, rank, port, steps, folder)
-                code = 0
-            except BaseException:  # noqa: BLE001 - a child must never return into the parent's code
-                traceback.print_exc()
-            os._exit(code)
-        children.append(pid)
-    failed = [pid for pid in children if os.waitpid(pid, 0)[1] != 0]
-    if failed:
-        raise SystemExit(f"mesh {mesh}: {len(failed)} of {mesh.world_size} ranks failed")
-    ranks = [json.loads((folder / f"{mesh}-{micro}-{rank}.json").read_text()) for rank in range(mesh.world_size)]
+def measure(mesh: MeshShape, micro: int, steps: int) -> list[dict[str, float]]:
+    """Steps of one plan: wall time, and what the step would take on an idle machine by the CPU time of its ranks: the busiest
+    rank's, or all of it over the cores."""
+    ranks = run(f"mesh {mesh}", mesh.world_size, lambda rank, port: train(mesh, micro, rank, port, steps))
     cores = len(os.sched_getaffinity(0))
-    made = []
+    made: list[dict[str, float]] = []
     for rows in zip(*ranks, strict=True):
         used = [cpu for _, cpu in rows]
         made.append({"wall": max(wall for wall, _ in rows), "cpu": max(*used, sum(used) / cores)})
@@ -176,26 +151,15 @@ def crowding(mesh: MeshShape, micro: int, cores: int) -> float:
 
 def ranking(names: tuple[str, ...], steps: int, rounds: int) -> dict[str, Any]:
     """Measured and predicted step times: each plan is predicted with constants from all the others."""
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel
-
-    from regrow.demo import model as _model
-    from regrow.parallel import apply as _apply
-
-    assert _model
-    assert _apply
-    torch.set_num_threads(1)
+    preload()
     plans = [(MeshShape.parse(name.split()[0]), int(name.split()[1])) for name in names]
     cores = len(os.sched_getaffinity(0))
     # On a machine that is busy with other things wall time measures those; the ranks' own CPU time does not.
     clock = "wall" if os.getloadavg()[0] < 0.75 * cores else "cpu"
     times: dict[str, list[float]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
-            for name, (mesh, micro) in zip(names, plans, strict=True):
-                times[name].extend(step[clock] for step in measure(mesh, micro, steps, Path(folder))[2:])
+    for _ in range(rounds):
+        for name, (mesh, micro) in zip(names, plans, strict=True):
+            times[name].extend(step[clock] for step in measure(mesh, micro, steps)[2:])
     measured = [min(times[name]) for name in names]  # what the machine can do; the rest is other programs
     crowd = [crowding(mesh, micro, cores) for mesh, micro in plans]
     samples = [

@@ -15,14 +15,12 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import sys
-import tempfile
 import time
-import traceback
-from pathlib import Path
 from typing import Any
+
+from jobs.ranks import device_mesh, preload, run
 
 SIZES = {"layers": 8, "hidden": 192, "heads": 8, "seq": 128}
 GLOBAL_BATCH, MICRO_BATCH = 16, 2
@@ -73,12 +71,8 @@ def train(name: str, ranks: int, rank: int, port: int, steps: int) -> list[float
     torch.set_num_threads(1)
     pattern, fields, other = STRATEGIES[name]
     shape = MeshShape.parse(pattern.format(k=ranks))
-    mesh = None
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-        sizes = {"dp": shape.dp, "pp": shape.pp, **({"cp": shape.cp} if shape.cp > 1 else {}), "tp": shape.tp}
-        mesh = dist.device_mesh.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    else:
+    mesh = device_mesh(rank, port, {"dp": shape.dp, "pp": shape.pp, **({"cp": shape.cp} if shape.cp > 1 else {}), "tp": shape.tp})
+    if ranks == 1:
         fields = {key: value for key, value in fields.items() if key not in ("zero_stage", "shard_size")}
     torch.manual_seed(0)
     plan = Strategy(micro_batch=MICRO_BATCH, micro_batches=split(GLOBAL_BATCH, MICRO_BATCH, shape.dp), **fields)
@@ -97,27 +91,9 @@ def train(name: str, ranks: int, rank: int, port: int, steps: int) -> list[float
     return times[WARM_UP:]
 
 
-def measure(name: str, ranks: int, steps: int, folder: Path) -> list[float]:
-    """Seconds of each step, of the slowest rank in it. Ranks are forked from this process (torch is imported, nothing has run)."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    children: list[int] = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                (folder / f"{rank}.json").write_text(json.dumps(train(name, ranks, rank, port, steps)))
-                code = 0
-            except BaseException:  # noqa: BLE001 - a child must never return into the parent's code
-                traceback.print_exc()
-            os._exit(code)
-        children.append(pid)
-    failed = [pid for pid in children if os.waitpid(pid, 0)[1] != 0]
-    if failed:
-        raise SystemExit(f"{name} on {ranks} ranks: {len(failed)} of them failed")
-    rows = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+def measure(name: str, ranks: int, steps: int) -> list[float]:
+    """Seconds of each step, of the slowest rank in it."""
+    rows = run(f"{name} on {ranks} ranks", ranks, lambda rank, port: train(name, ranks, rank, port, steps))
     return [max(column) for column in zip(*rows, strict=True)]
 
 
@@ -134,21 +110,6 @@ def efficiency(samples: dict[str, dict[int, list[float]]], cores: int) -> dict[s
     return found
 
 
-def preload() -> None:
-    """Import what the ranks need, once, before they are forked."""
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel
-
-    from regrow.demo import model as _model
-    from regrow.parallel import apply as _apply
-
-    assert _model
-    assert _apply
-    torch.set_num_threads(1)
-
-
 def main() -> None:
     """Print the figures: one JSON document, or a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,12 +123,11 @@ def main() -> None:
     chosen = options.only or list(STRATEGIES)
     cores = len(os.sched_getaffinity(0))
     samples: dict[str, dict[int, list[float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in chosen:
-            samples[name] = {}
-            for ranks in (k for k in RANKS if legal(name, k)):
-                samples[name][ranks] = measure(name, ranks, 3 if options.quick else 7, Path(folder))
-                print(f"{name} k={ranks}: {samples[name][ranks]}", file=sys.stderr, flush=True)
+    for name in chosen:
+        samples[name] = {}
+        for ranks in (k for k in RANKS if legal(name, k)):
+            samples[name][ranks] = measure(name, ranks, 3 if options.quick else 7)
+            print(f"{name} k={ranks}: {samples[name][ranks]}", file=sys.stderr, flush=True)
     figures = efficiency(samples, cores)
     machine = {"cores": cores, "load": os.getloadavg()[0], "python": platform.python_version(), "platform": platform.platform()}
     if options.json:

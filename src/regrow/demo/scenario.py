@@ -21,7 +21,7 @@ from regrow.local.live import LiveView
 FAULTS = ("node", "sdc", "gpu", "hang")
 """In the order in which they are injected."""
 
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 240.0
 """Deadline of each wait: generous, so that a loaded machine is not called a failure."""
 
 
