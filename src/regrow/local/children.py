@@ -74,7 +74,8 @@ class Child:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._process.wait(), grace_seconds)
+            async with asyncio.timeout(grace_seconds):
+                await self._process.wait()
         except TimeoutError:
             self.kill()
             await self._process.wait()

@@ -52,8 +52,8 @@ class Follower:
             return bool(self.document and (condition(self.document) or self.document.get("state") in ENDED))
 
         try:
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(reached), limit_seconds)
+            async with asyncio.timeout(limit_seconds), self._changed:
+                await self._changed.wait_for(reached)
         except TimeoutError:
             raise OperationalError(
                 f"did not see {what} within {limit_seconds:g} s", where=f"job {self._job}", hint="the logs are in the run folder"

@@ -56,7 +56,8 @@ async def etcd_version(binary: Path) -> tuple[int, int, int]:
     except OSError as error:
         raise ConfigurationError(f"cannot be started: {error.strerror}", where=str(binary)) from error
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), _VERSION_SECONDS)
+        async with asyncio.timeout(_VERSION_SECONDS):
+            output, _ = await process.communicate()
     except TimeoutError as error:
         process.kill()
         await process.wait()

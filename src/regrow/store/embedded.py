@@ -176,7 +176,8 @@ class EmbeddedEtcd:
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
         try:
-            await asyncio.wait_for(self._process.wait(), grace_seconds)
+            async with asyncio.timeout(grace_seconds):
+                await self._process.wait()
         except TimeoutError:
             self.send_signal(signal.SIGKILL)
             await self._process.wait()
