@@ -74,20 +74,24 @@ def num_commits(site: Site) -> int:
 
 
 def history(site: Site) -> list[dict[str, Any]]:
-    """All that was ever written below the job's prefix, in order of its revision."""
-    client = site.etcdctl("put", f"{PREFIX}end", '"end"')
-    assert subprocess.run(client, capture_output=True, timeout=LIMIT_SECONDS, check=False).returncode == 0, site.story()
+    """All that was ever written below the job's prefix, in order of its revision, up to now."""
+    client = site.etcdctl("put", f"{PREFIX}end", '"end"', "-w", "json")
+    done = subprocess.run(client, capture_output=True, timeout=LIMIT_SECONDS, check=False)
+    assert done.returncode == 0, site.story()
+    now = json.loads(done.stdout)["header"]["revision"]
     found: list[dict[str, Any]] = []
+    newest = 0
     with subprocess.Popen(site.etcdctl("watch", "--prefix", PREFIX, "--rev=1", "-w", "json"), stdout=subprocess.PIPE) as watch:
         assert watch.stdout is not None
         for line in watch.stdout:
             for event in json.loads(line).get("Events") or ():
                 item = event["kv"]
+                newest = max(newest, item["mod_revision"])
                 if "value" in item:
                     value = json.loads(base64.b64decode(item["value"]))
                     created = item["create_revision"] == item["mod_revision"]
                     found.append({"key": base64.b64decode(item["key"]).decode(), "value": value, "created": created})
-            if found and found[-1]["key"] == f"{PREFIX}end":
+            if newest >= now:  # workers write meanwhile: it may not be the last of its batch
                 break
         watch.kill()
     return found
