@@ -25,6 +25,7 @@ from regrow.agent.launcher import Launcher, ShimDown, ShimNews, ShimOptions, Shi
 from regrow.agent.metrics import AgentMetrics
 from regrow.agent.nodeview import NodeView
 from regrow.agent.protocol import StoreChanged, WorkerEnded
+from regrow.agent.reach import Reach
 from regrow.agent.registry import Keys, Registry
 from regrow.agent.sockets import WorkerSocket
 from regrow.agent.watch import HealthSource, NoHealth
@@ -77,6 +78,7 @@ class Agent:
         self.exits = ExitReader(self.paths, self.socket, self._exited, health.kernel_lines)
         self.dispatcher = Dispatcher(self)
         self.metrics = AgentMetrics(self)
+        self.reach = Reach(settings.address, self.beat.send)
         self.view = NodeView(self, incarnation=new_incarnation(), hardware_id=hardware_id(settings), boot_id=boot_id())
         self.checkpoints.buddies.on_change = self.registry.record_changed
         self._busy = False
@@ -155,6 +157,7 @@ class Agent:
     async def _shut_down(self, *, keep_workers: bool) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        await self.reach.close()
         await self.beat.flush(1.0)
         await self.launcher.close(stop_shim=not keep_workers)
         await self.checkpoints.close(stop_writer=not keep_workers)
@@ -243,6 +246,8 @@ class Agent:
             _log.warning("order of unknown kind %s", message.kind)
         elif isinstance(message, wire.ClearHealth):
             _log.info("%d conditions are cleared by %s", self.health.clear(by=message.by), message.by)
+        elif isinstance(message, wire.ProbePeers):
+            self.reach.ask(message)
         elif isinstance(message, wire.Action | wire.CollectStacks | wire.Acknowledge):
             self.feed(m.Ordered(message))
 

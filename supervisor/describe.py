@@ -24,7 +24,8 @@ def event_of(
     | wire.RestoreRefused
     | wire.StartRefused
     | wire.Leaving
-    | wire.Output,
+    | wire.Output
+    | wire.PeersProbed,
     at: float,
 ) -> e.Event:
     """An agent's message as a fact."""
@@ -41,6 +42,8 @@ def event_of(
             return e.StartWasRefused(at=at, node=node, **_fields(message))
         case wire.Leaving():
             return e.NodeLeaving(at=at, node=node, reason=message.reason, notice_seconds=message.notice_seconds)
+        case wire.PeersProbed():
+            return e.PeersWereProbed(at=at, node=node, **_fields(message))
         case wire.Output():
             return e.OutputKept(at=at, node=node, **_fields(message))
         case _:
@@ -130,6 +133,9 @@ def _text(event: e.Event) -> str:
             return f"{event.node}: {event.verdict.state} {event.verdict.reason}".strip()
         case e.ProgressStalled():
             return f"no progress since {event.at - event.since:.1f} s (limit {event.limit_seconds:.1f} s)"
+        case e.PeersWereProbed():
+            missed = f", not {', '.join(event.unreached)}" if event.unreached else ""
+            return f"{event.node} reaches {len(event.reached)} peers on the data network{missed}"
         case e.ReplayJudged():
             return f"micro-step repeated: {event.verdict.verdict}: {event.verdict.reason}"
         case e.JobLoaded() if event.unknown:

@@ -150,6 +150,8 @@ class Effects:
                     self._failed(seq, "stop_workers", "not connected", job=action.job, node=action.node, generation=action.generation)
             case a.AskSave() | a.TellRate() | a.AskStacks() | a.ReleaseNode():
                 self._order(seq, action, epoch)
+            case a.AskReach():
+                self._ask_reach(action, view)
             case a.ClearHealth():
                 if not self._send(action.node, wire.ClearHealth(epoch=epoch, seq=seq, by="operator")):
                     self._failed(seq, "clear_health", "not connected", job="", node=action.node)
@@ -184,6 +186,11 @@ class Effects:
                 self._send(action.node, wire.ReleaseNode(epoch=epoch, seq=seq, reason=action.reason))
             case _:
                 assert_never(action)
+
+    def _ask_reach(self, action: a.AskReach, view: View) -> None:
+        for node, peers in action.peers.items():
+            known = {peer: view.nodes[peer].peer_address for peer in peers if peer in view.nodes}
+            self._send_all((node,), wire.ProbePeers(job=action.job, generation=action.generation, peers=known))
 
     def _send(self, node: str, message: msgspec.Struct) -> bool:
         connection = self._connections.get(node)

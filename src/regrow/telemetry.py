@@ -45,7 +45,7 @@ CAUSES = ("infrastructure", "preemption", "program", "unknown")
 """Causes that the restart ledger charges."""
 
 KINDS = (
-    "node_lost", "worker_exit", "hang", "sdc", "non_finite", "unhealthy", "leaving", "restore_refused", "start_failed",
+    "node_lost", "unreachable", "worker_exit", "hang", "sdc", "non_finite", "unhealthy", "leaving", "restore_refused", "start_failed",
     "returned_empty", "wrong_step", "other",
 )  # fmt: skip
 """Kinds of incident; one that is not in the list counts as `other`."""

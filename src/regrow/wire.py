@@ -530,6 +530,15 @@ class Output(_Message, frozen=True, kw_only=True, tag="output"):
     text: str
 
 
+class PeersProbed(_Message, frozen=True, kw_only=True, tag="peers_probed"):
+    """Which peers' hosts answered on the data network, and which did not."""
+
+    job: str
+    generation: int
+    reached: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+
+
 FromAgent = (
     Hello
     | Beat
@@ -542,6 +551,7 @@ FromAgent = (
     | StartRefused
     | Leaving
     | Output
+    | PeersProbed
 )
 
 # --- supervisor -> agent ---------------------------------------------------------------------------------------
@@ -618,6 +628,15 @@ class CollectStacks(_Message, frozen=True, kw_only=True, tag="collect_stacks"):
     generation: int
 
 
+class ProbePeers(_Message, frozen=True, kw_only=True, tag="probe_peers"):
+    """Try to reach these peers on the data network and tell with PeersProbed: the generation does not move."""
+
+    job: str
+    generation: int
+    peers: dict[str, str]
+    """{node: host:port of its peer port}."""
+
+
 class Acknowledge(_Message, frozen=True, kw_only=True, tag="acknowledge"):
     """The leader has folded these exits; the agent may forget them."""
 
@@ -646,6 +665,7 @@ ToAgent = (
     | RequestSave
     | SetInterval
     | CollectStacks
+    | ProbePeers
     | Acknowledge
     | ReleaseNode
     | ClearHealth

@@ -85,6 +85,15 @@ class AskStacks(_Action, frozen=True, kw_only=True, tag="ask_stacks"):
     nodes: tuple[str, ...]
 
 
+class AskReach(_Action, frozen=True, kw_only=True, tag="ask_reach"):
+    """Let members try which of the others they can reach on the data network."""
+
+    job: str
+    generation: int
+    peers: dict[str, tuple[str, ...]]
+    """{member: those that it is to try}."""
+
+
 class ReleaseNode(_Action, frozen=True, kw_only=True, tag="release_node"):
     """A leaving node may go: nothing of it is in use."""
 
@@ -175,6 +184,7 @@ Action = (
     | EndBoundary
     | TellRate
     | AskStacks
+    | AskReach
     | ReleaseNode
     | ClearHealth
     | SetQuarantine

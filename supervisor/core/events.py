@@ -297,6 +297,16 @@ class OutputKept(_Event, frozen=True, kw_only=True, tag="output_kept"):
     text: str
 
 
+class PeersWereProbed(_Event, frozen=True, kw_only=True, tag="peers_were_probed"):
+    """A member tried to reach others on the data network."""
+
+    node: str
+    job: str
+    generation: int
+    reached: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+
+
 class RestoreWasRefused(_Event, frozen=True, kw_only=True, tag="restore_was_refused"):
     """A rank could not load the restore point."""
 
@@ -376,6 +386,7 @@ Event = (
     | ProgressStalled
     | ProgressResumed
     | OutputKept
+    | PeersWereProbed
     | RestoreWasRefused
     | StartWasRefused
     | CheckpointMoved

@@ -66,6 +66,7 @@ _OfGeneration = (
     | e.ProgressStalled
     | e.ProgressResumed
     | e.OutputKept
+    | e.PeersWereProbed
     | e.RestoreWasRefused
     | e.StartWasRefused
     | e.CheckpointMoved
@@ -103,9 +104,12 @@ def _fold_current(job: JobView, current: GenerationView, event: _OfGeneration) -
         case e.ProgressStalled():
             return generation.stalled(job, current, event)
         case e.ProgressResumed():
-            return _change(job, generation=_change(current, stall=None, stacks_asked_at=None, stacks={}, progress_at=event.at))
+            moving = _change(current, stall=None, stacks_asked_at=None, stacks={}, reach_asked_at=None, reach={}, progress_at=event.at)
+            return _change(job, generation=moving)
         case e.OutputKept():
             return generation.output(job, current, event)
+        case e.PeersWereProbed():
+            return generation.probed(job, current, event)
         case e.RestoreWasRefused():
             return generation.restore_refused(job, current, event)
         case e.StartWasRefused():

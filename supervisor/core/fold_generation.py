@@ -8,6 +8,7 @@ from regrow import wire
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import goodput, phases, rates
 from regrow.supervisor.core.fold_nodes import with_member
+from regrow.supervisor.core.links import Reach
 from regrow.supervisor.core.view import (
     CheckpointView,
     ExitFact,
@@ -91,6 +92,8 @@ def steps_completed(job: JobView, current: GenerationView, event: e.StepsComplet
         stall=None,
         stacks_asked_at=None,
         stacks={},
+        reach_asked_at=None,
+        reach={},
         wrong_step=wrong,
     )
     seconds = job.step_seconds
@@ -174,6 +177,14 @@ def output(job: JobView, current: GenerationView, event: e.OutputKept) -> JobVie
     if event.kind != "stacks":
         return job
     return _change(job, generation=_change(current, stacks=current.stacks | {event.rank: event.text[:16_384]}))
+
+
+def probed(job: JobView, current: GenerationView, event: e.PeersWereProbed) -> JobView:
+    """What a member found when it was asked. Words that nobody waits for any more are dropped."""
+    if current.reach_asked_at is None or event.node not in current.members:
+        return job
+    found = Reach(reached=frozenset(event.reached), unreached=frozenset(event.unreached))
+    return _change(job, generation=_change(current, reach=current.reach | {event.node: found}))
 
 
 def restore_refused(job: JobView, current: GenerationView, event: e.RestoreWasRefused) -> JobView:

@@ -68,6 +68,7 @@ _OfJob = (
     | a.EndBoundary
     | a.TellRate
     | a.AskStacks
+    | a.AskReach
     | a.SetCheckpoint
     | a.ParkJob
     | a.EndJob
@@ -94,6 +95,8 @@ def _of_job(job: JobView, action: _OfJob, at: float) -> JobView:
             return _change(job, generation=_change(current, rate_told=action.failures_per_second)) if current else job
         case a.AskStacks():
             return _change(job, generation=_change(current, stacks_asked_at=at)) if current else job
+        case a.AskReach():
+            return _change(job, generation=_change(current, reach_asked_at=at)) if current else job
         case a.SetCheckpoint():
             return _checkpoint(job, action)
         case a.SaveLedger():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ledger, observe, plan_form, quarantine, rates, symptoms
+from regrow.supervisor.core import evidence, ledger, observe, plan_form, quarantine, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -13,7 +13,18 @@ from regrow.supervisor.core.records import Charge, IncidentSeed
 from regrow.supervisor.core.symptoms import Findings, Symptom
 from regrow.supervisor.core.view import GenerationView, JobView, View
 
-_ORDER = ("wrong_step", "sdc", "non_finite", "node_lost", "returned_empty", "restore_refused", "worker_exit", "hang", "start_failed")
+_ORDER = (
+    "wrong_step",
+    "sdc",
+    "non_finite",
+    "node_lost",
+    "unreachable",
+    "returned_empty",
+    "restore_refused",
+    "worker_exit",
+    "hang",
+    "start_failed",
+)
 """Which symptom is the cause when several are there: earlier ones explain later ones."""
 
 _TEXT_LIMIT = 8_192
@@ -55,6 +66,7 @@ def _recover(
     explained = any(symptom.explains for symptom in found)
     ready = first + (policy.coalesce_seconds if explained else policy.victim_seconds)
     if now < ready:
+        evidence.ask_early(view, job, generation, found, policy, now, draft)
         draft.look(ready)
         waits = "the whole burst" if explained else "an explanation: all that is known are workers that lost a peer"
         draft.say(f"{len(found)} symptoms in generation {generation.number}; {ready - now:.2f} s more for {waits}")
@@ -65,7 +77,7 @@ def _recover(
         draft.say(burst[1])
         return
     main = diagnose(found)
-    if main.kind == "hang" and _collect_stacks(job, generation, policy, now, draft):
+    if evidence.collect(view, job, generation, found, main, policy, now, draft):
         return
     main = _blame_hardware(view, main)
     seed = _seed(job, generation, main, found, now)
@@ -133,21 +145,6 @@ def diagnose(found: tuple[Symptom, ...]) -> Symptom:
         found,
         key=lambda item: (not item.explains, _ORDER.index(item.kind), item.cause != "program", item.at, item.rank),
     )
-
-
-def _collect_stacks(job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> bool:
-    """Evidence first: stacks of all ranks. True while they are awaited."""
-    if generation.stacks_asked_at is None:
-        action = a.AskStacks(job=job.spec.job, generation=generation.number, nodes=tuple(generation.members))
-        draft.act(action, because=f"generation {generation.number} does not move: collect the stacks of all ranks")
-        draft.look(now + policy.stacks_seconds)
-        return True
-    due = generation.stacks_asked_at + policy.stacks_seconds
-    if len(generation.stacks) >= generation.spec.world_size or now >= due:
-        return False
-    draft.look(due)
-    draft.say(f"{len(generation.stacks)} of {generation.spec.world_size} stacks are here")
-    return True
 
 
 def _blame_hardware(view: View, main: Symptom) -> Symptom:
@@ -246,6 +243,8 @@ def _exclusions(
     without = {symptom.node for symptom in found if symptom.kind == "node_lost"}
     behind = symptoms.singled_out(view, generation, found)
     without |= behind
+    if cut := tuple(symptom for symptom in found if symptom.kind == "unreachable"):
+        return frozenset(without | {symptom.node for symptom in cut}), _cut_off(view, cut, policy, now)
     orders: list[a.Action] = []
     node = view.nodes.get(main.node)
     allowed = not observe.held(view, policy, "quarantine")
@@ -280,6 +279,25 @@ def _exclusions(
         if record.state in quarantine.OUT:
             without.add(node.name)
     return frozenset(without), orders
+
+
+def _cut_off(view: View, cut: tuple[Symptom, ...], policy: Policy, now: float) -> list[a.Action]:
+    """Hosts that their peers cannot reach are kept out until they had time to heal: they would hang the next generation, too."""
+    why = "automatic quarantine is off" if observe.held(view, policy, "quarantine") else quarantine.breaker_open(view, policy, now)
+    if not why and len(cut) > quarantine.most_at_once(view, policy):
+        why = f"{len(cut)} nodes cannot be reached at once: look for a common cause"
+    if why:
+        nodes = ", ".join(symptom.node for symptom in cut[:8])
+        return [a.Page(key=f"unreachable-{cut[0].node}", reason=f"{cut[0].text} ({nodes}); {why}", node=cut[0].node)]
+    orders: list[a.Action] = []
+    for symptom in cut:
+        node = view.nodes[symptom.node]
+        key = quarantine.key_of(view, node)
+        record = quarantine.put_out(
+            view.quarantine.get(key), key=key, node=node, now=now, reason=symptom.text, evidence=("unreachable",), policy=policy
+        )
+        orders.append(a.SetQuarantine(record=record))
+    return orders
 
 
 def _damaged(job: JobView, generation: GenerationView, main: Symptom) -> dict[int, str]:

@@ -53,6 +53,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """This many steps in a row with something NaN or infinite are no overflow that a loss scaler skips: roll back."""
     stacks_seconds: float = 1.0
     """How long to wait for the stacks of all ranks before a hung generation is replaced."""
+    reach_seconds: float = 4.0
+    """How long to wait for what members say of each other's reachability, when nobody is singled out. An agent gives a peer 2.5 s."""
     growth_cooldown_seconds: float = 30.0
     """No growth within this time of the last new generation."""
     growth_horizon_least_seconds: float = 600.0

@@ -142,11 +142,16 @@ def _due_at(record: QuarantineRecord, node: NodeView | None, policy: Policy) -> 
     return None if record.state == "healthy" else record.until
 
 
+def most_at_once(view: View, policy: Policy) -> int:
+    """Nodes that automatic quarantine may take out within its window."""
+    return max(policy.breaker_nodes, int(policy.breaker_share * len(view.nodes)))
+
+
 def breaker_open(view: View, policy: Policy, now: float) -> str:
     """Why automatic quarantine is off: too much of it at once points at the observer. Empty: it is on."""
     since = now - policy.breaker_window_seconds
     recent = {record.node for record in view.quarantine.values() if record.state in OUT and record.since >= since}
-    most = max(policy.breaker_nodes, int(policy.breaker_share * len(view.nodes)))
+    most = most_at_once(view, policy)
     if len(recent) < most:
         return ""
     return f"{len(recent)} of {len(view.nodes)} nodes quarantined within {policy.breaker_window_seconds:.0f} s (limit {most}): look for a common cause"

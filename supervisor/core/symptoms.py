@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from regrow.supervisor.core import hang, rates
+from regrow.supervisor.core import hang, links, rates
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.tracebacks import error_line
@@ -111,7 +111,7 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
         if look is not None and found is None:
             looks.append(look[0])
             waiting += [look[1]] if look[1] else []
-    symptoms = _laggards(generation, symptoms)
+    symptoms = _laggards(generation, symptoms) + _unreachable(view, generation, policy, now)
     return Findings(symptoms=tuple(symptoms), look_at=min(looks) if looks else None, waiting="; ".join(waiting[:3]))
 
 
@@ -262,6 +262,39 @@ def _of_state(generation: GenerationView, policy: Policy) -> list[Symptom]:
         node = generation.node_of(odd.rank)
         found.append(Symptom(kind="hang", at=what.since, seen_at=what.at, cause="unknown", text=text, node=node, rank=odd.rank))
     return found
+
+
+def is_halted(generation: GenerationView) -> bool:
+    """Some rank's process is known not to run: that is why nothing moves."""
+    return generation.stall is not None and any(word.phase in hang.STOPPED for word in generation.stall.ranks)
+
+
+def probes_are_in(view: View, generation: GenerationView, policy: Policy, now: float) -> bool:
+    """Members were asked whom they reach, and all that can answer have, or had their time."""
+    if generation.reach_asked_at is None:
+        return False
+    if now >= generation.reach_asked_at + policy.reach_seconds:
+        return True
+    return all(name in generation.reach for name in generation.members if (node := view.nodes.get(name)) is not None and node.reachable)
+
+
+_cut: Memo[tuple[links.CutOff, ...]] = Memo()
+
+
+def _unreachable(view: View, generation: GenerationView, policy: Policy, now: float) -> list[Symptom]:
+    """Members that the others cannot reach, where the management network says that all are well."""
+    asked = generation.reach_asked_at
+    if asked is None or not generation.reach or not probes_are_in(view, generation, policy, now):
+        return []
+    since = generation.stall.since if generation.stall is not None else asked
+    base = Symptom(kind="unreachable", at=since, seen_at=asked, cause="infrastructure", text="")
+    return [
+        msgspec.structs.replace(
+            base, node=one.node, text=f"{one.num_failed} of {one.num_tried} peers cannot reach {one.node} on the data network"
+        )
+        for one in _cut.get((generation.reach, generation.members), None, lambda: links.cut_off(generation.reach, generation.members))
+        if one.node in view.nodes
+    ]
 
 
 def _linger(generation: GenerationView, what: Stall) -> Symptom:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from regrow import wire
+from regrow.supervisor.core.links import Reach
 from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
 
 
@@ -144,6 +145,9 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     stall: Stall | None = None
     stacks_asked_at: float | None = None
     stacks: dict[int, str] = {}
+    reach_asked_at: float | None = None
+    reach: dict[str, Reach] = {}
+    """What members say of the data network, when they were asked."""
     divergence: Divergence | None = None
     non_finite: NonFinite | None = None
     replay_clean_step: int = -1

@@ -62,6 +62,8 @@ class World:
         self.view = View()
         self.now = 1_000.0
         self.answer = answer
+        self.all_reached = True
+        """Members that are asked say that they reach each other."""
         self.phases = STARTED
         self.log: list[tuple[float, Decision]] = []
         self.actions: list[a.Action] = []
@@ -81,12 +83,16 @@ class World:
         assert not broken, broken
         self.log.append((self.now, result.decision))
         self.actions += result.decision.actions
-        back = [answer for _, action in result.actions for answer in self._answers(action)] if self.answer else []
+        back = [answer for _, action in result.actions for answer in self._answers(action)]
         if back:
             self.tell(*back)
         return result.decision
 
     def _answers(self, action: a.Action) -> list[e.Event]:
+        if isinstance(action, a.AskReach):
+            return [] if not self.all_reached else self._all_reached(action)
+        if not self.answer:
+            return []
         if isinstance(action, a.RecordGeneration):
             return [e.GenerationRecorded(at=self.now, job=action.job, generation=action.spec.generation)]
         if isinstance(action, a.StartMember):
@@ -100,6 +106,12 @@ class World:
         if isinstance(action, a.StopWorkers):
             return [self.phase_event(action.node, "stopped", job=action.job, generation=action.generation)]
         return []
+
+    def _all_reached(self, action: a.AskReach) -> list[e.Event]:
+        return [
+            e.PeersWereProbed(at=self.now, node=node, job=action.job, generation=action.generation, reached=peers)
+            for node, peers in action.peers.items()
+        ]
 
     def phase_event(self, node: str, phase: str, *, job: str, generation: int) -> e.MemberPhase:
         return e.MemberPhase(at=self.now, node=node, job=job, generation=generation, phase=phase)

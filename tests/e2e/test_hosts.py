@@ -87,6 +87,24 @@ def test_leaders_host_cut_off(site: Site) -> None:
     assert [item["id"] for item in site.job()["incidents"]] == [item["id"] for item in incidents]
 
 
+def test_data_network_of_one_host_cut(site: Site) -> None:
+    """All members hang alike and are heard all the same. What they say of each other names the one that nobody reaches: the job goes
+    on without it, and with it again when an operator says that it is mended."""
+    known, epoch = {item["id"] for item in site.job()["incidents"]}, site.get("/v1/status")["epoch"]
+    site.network.cut("a1", [network.DATA])
+    site.until(lambda: any(item["recovered"] for item in site.job().get("incidents", []) if item["id"] not in known), "a recovery")
+    job = site.job()
+    assert [node["node"] for node in job["nodes"] if node["ranks"]] == ["a0", "a2"]
+    (incident,) = (item for item in job["incidents"] if item["id"] not in known)
+    assert (incident["kind"], incident["node"], incident["cause"]) == ("unreachable", "a1", "infrastructure")
+    assert incident["text"] == "2 of 2 peers cannot reach a1 on the data network"
+    assert site.get("/v1/status")["epoch"] == epoch, "the management network was never cut"
+    site.network.heal("a1")
+    site.ask(site.leader(), "/v1/nodes/a1/clear", b"{}")
+    site.until(lambda: site.job().get("world_size") == 3 and site.job()["state"] == "running", "three hosts again")
+    assert_no_orphan(site)
+
+
 def test_host_loses_power_and_the_leader_dies_while_it_is_replaced(site: Site, twin: dict[int, float]) -> None:
     """The state goes on from the newest committed checkpoint or later, one generation publishes, nothing is left of the old one."""
     log = site.folder / "log"

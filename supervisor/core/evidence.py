@@ -1,0 +1,90 @@
+"""Evidence first: what is asked for before a generation is replaced that nobody is to be blamed for yet."""
+
+from __future__ import annotations
+
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import links, symptoms
+from regrow.supervisor.core.draft import Draft
+from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.symptoms import Symptom
+from regrow.supervisor.core.view import GenerationView, JobView, View
+
+_EARLY_SHARE = 1 / 3
+"""Victims alone: after this share of the time in which an explanation may come the members are asked about the network."""
+
+
+def collect(
+    view: View,
+    job: JobView,
+    generation: GenerationView,
+    found: tuple[Symptom, ...],
+    main: Symptom,
+    policy: Policy,
+    now: float,
+    draft: Draft,
+) -> bool:
+    """Stacks of a hang, and reachability where all hang or fail alike. True while they are awaited."""
+    waits = main.kind == "hang" and _stacks(job, generation, policy, now, draft)
+    if _all_alike(view, generation, found, main):
+        waits |= _reach(view, job, generation, policy, now, draft)
+    return waits
+
+
+def ask_early(
+    view: View, job: JobView, generation: GenerationView, found: tuple[Symptom, ...], policy: Policy, now: float, draft: Draft
+) -> None:
+    """While an explanation for victims is waited for, the network can be asked about already."""
+    if not _victims(found):
+        return
+    due = min(symptom.seen_at for symptom in found) + policy.victim_seconds * _EARLY_SHARE
+    if now < due:
+        draft.look(due)
+        return
+    _reach(view, job, generation, policy, now, draft)
+
+
+def _all_alike(view: View, generation: GenerationView, found: tuple[Symptom, ...], main: Symptom) -> bool:
+    """Is a network that is cut for one member a possible explanation that would say who it is?"""
+    match main.kind:
+        case "hang":
+            return generation.stall is not None and not generation.stall.lingering and not symptoms.is_halted(generation)
+        case "start_failed":
+            return bool(main.cause) and not symptoms.singled_out(view, generation, found)
+        case _:
+            return _victims(found)
+
+
+def _victims(found: tuple[Symptom, ...]) -> bool:
+    """Workers that ended for want of another, and nothing that says whose."""
+    return all(symptom.kind == "worker_exit" and not symptom.explains for symptom in found)
+
+
+def _stacks(job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> bool:
+    if generation.stacks_asked_at is None:
+        action = a.AskStacks(job=job.spec.job, generation=generation.number, nodes=tuple(generation.members))
+        draft.act(action, because=f"generation {generation.number} does not move: collect the stacks of all ranks")
+        draft.look(now + policy.stacks_seconds)
+        return True
+    due = generation.stacks_asked_at + policy.stacks_seconds
+    if len(generation.stacks) >= generation.spec.world_size or now >= due:
+        return False
+    draft.look(due)
+    draft.say(f"{len(generation.stacks)} of {generation.spec.world_size} stacks are here")
+    return True
+
+
+def _reach(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> bool:
+    there = tuple(name for name in generation.spec.nodes if (node := view.nodes.get(name)) is not None and node.reachable)
+    if len(there) < links.LEAST_MEMBERS:
+        return False
+    if generation.reach_asked_at is None:
+        peers = links.targets(generation.spec.nodes)
+        action = a.AskReach(job=job.spec.job, generation=generation.number, peers={name: peers[name] for name in there})
+        draft.act(action, because=f"all of generation {generation.number} hang alike: can they reach each other on the data network?")
+        draft.look(now + policy.reach_seconds)
+        return True
+    if symptoms.probes_are_in(view, generation, policy, now):
+        return False
+    draft.look(generation.reach_asked_at + policy.reach_seconds)
+    draft.say(f"{len(generation.reach)} of {len(there)} members have told whom they reach")
+    return True

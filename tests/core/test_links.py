@@ -1,0 +1,212 @@
+"""All members hang alike because the data network of one is cut: it is found by what they say of each other, never by one witness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from world import LOST_PEER, POLICY, STARTED, World, running
+
+from regrow import wire
+from regrow.supervisor.core import actions as a
+from regrow.supervisor.core import events as e
+from regrow.supervisor.core.links import Reach, cut_off, targets
+
+
+def words(members: tuple[str, ...], broken: Iterable[tuple[str, str]]) -> dict[str, Reach]:
+    """What each member says when connections between these pairs fail, whoever tries; '*' is everybody."""
+    pairs = set(broken)
+
+    def fails(one: str, other: str) -> bool:
+        return bool(pairs & {(one, other), (other, one), (one, "*"), (other, "*")})
+
+    return {
+        name: Reach(
+            reached=frozenset(peer for peer in peers if not fails(name, peer)),
+            unreached=frozenset(peer for peer in peers if fails(name, peer)),
+        )
+        for name, peers in targets(members).items()
+    }
+
+
+SIX = tuple("abcdef")
+
+
+@pytest.mark.parametrize(
+    ("members", "broken", "out"),
+    [
+        ("abc", [("b", "*")], "b"),
+        ("ab", [("a", "b")], ""),  # one witness each
+        ("abc", [("a", "b")], ""),  # one link: each of the two reaches the third
+        ("abcdef", [("b", "*"), ("e", "*")], "be"),
+        ("abcd", [("a", "*"), ("b", "*")], ""),  # half of all: the words of the others are no majority
+        ("abcd", [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")], ""),  # split in two halves
+        ("abcde", [(one, other) for one in "ab" for other in "cde"], "ab"),  # split: the smaller side goes
+        ("abcdef", [("a", "b"), ("a", "c"), ("a", "d")], "a"),  # 3 of 5 cannot reach it
+        ("abcdef", [("a", "b"), ("a", "c")], ""),  # 2 of 5
+        ("abcdef", [], ""),
+    ],
+)
+def test_who_is_cut_off(members: str, broken: list[tuple[str, str]], out: str) -> None:
+    found = cut_off(words(tuple(members), broken), tuple(members))
+    assert sorted(one.node for one in found) == sorted(out)
+
+
+def test_one_that_says_that_it_reaches_nobody_is_no_evidence_against_anybody() -> None:
+    reports = words(SIX, []) | {"c": Reach(unreached=frozenset(SIX) - {"c"})}
+    assert cut_off(reports, SIX) == ()
+
+
+def test_those_who_did_not_answer_are_not_counted() -> None:
+    reports = words(SIX, [("b", "*")])
+    (found,) = cut_off({name: reports[name] for name in "acd"}, SIX)
+    assert (found.node, found.num_failed, found.num_tried) == ("b", 3, 3)
+    assert cut_off({"a": reports["a"]}, SIX) == ()
+
+
+def test_thousands_try_eleven_each_and_a_rack_is_found() -> None:
+    members = tuple(f"n{index:04d}" for index in range(2048))
+    tried = targets(members)
+    assert {len(peers) for peers in tried.values()} == {11}
+    rack = members[640:656]
+    found = cut_off(words(members, [(name, "*") for name in rack]), members)
+    assert sorted(one.node for one in found) == list(rack)
+
+
+# --- what is done about it
+
+
+def job(*nodes: str, **changes: Any) -> World:
+    """A running job whose members answer when the test says so."""
+    world = running(*nodes, **changes)
+    world.all_reached = False
+    return world
+
+
+def stalled(world: World, *, halted: int | None = None) -> None:
+    """No rank moves; all are at the same place."""
+    ranks = tuple(
+        wire.RankProgress(rank=rank, started_step=4, applied_step=3, phase="stopped" if rank == halted else "step", age_seconds=9.0)
+        for rank in range(world.generation.spec.world_size)
+    )
+    world.now += 9
+    world.tell(e.ProgressStalled(at=world.now, job="j", generation=1, since=world.now - 9, limit_seconds=8, ranks=ranks))
+    world.wait(0.2)
+
+
+def answer(world: World, cut: str = "", only: str = "") -> None:
+    """Members that were asked say whom they reach."""
+    (asked,) = (action for action in world.actions if isinstance(action, a.AskReach))
+    for node, peers in asked.peers.items():
+        bad = tuple(peer for peer in peers if cut in (node, peer))
+        good = tuple(peer for peer in peers if peer not in bad)
+        if not only or node in only:
+            world.tell(e.PeersWereProbed(at=world.now, node=node, job="j", generation=1, reached=good, unreached=bad))
+
+
+def test_hang_of_all_alike_asks_and_the_host_that_nobody_reaches_is_left_out() -> None:
+    world = job("a", "b", "c", "d")
+    stalled(world)
+    assert world.generation.number == 1
+    answer(world, cut="c")
+    world.wait(POLICY.stacks_seconds)
+    assert world.generation.spec.nodes == ("a", "b", "d")
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.node, incident.cause) == ("unreachable", "c", "infrastructure")
+    assert incident.text == "3 of 3 peers cannot reach c on the data network"
+    record = world.view.quarantine["hw-c"]
+    assert (record.state, record.node, record.evidence) == ("quarantined", "c", ("unreachable",))
+    world.step(3)
+    world.step(4)
+    assert world.job.incidents[-1].closed
+
+
+def test_all_reach_each_other_so_the_same_members_start_again() -> None:
+    world = job("a", "b", "c", "d")
+    stalled(world)
+    answer(world)
+    world.wait(POLICY.stacks_seconds)
+    assert world.generation.number == 2
+    assert world.generation.spec.nodes == ("a", "b", "c", "d")
+    assert world.job.incidents[-1].kind == "hang"
+    assert not world.view.quarantine
+
+
+def test_members_that_never_answer_are_not_waited_for_for_ever() -> None:
+    world = job("a", "b", "c", "d")
+    stalled(world)
+    answer(world, cut="c", only="ab")
+    world.wait(POLICY.stacks_seconds)
+    assert world.generation.number == 1
+    world.wait(POLICY.reach_seconds)
+    assert world.generation.spec.nodes == ("a", "b", "d")
+    assert world.job.incidents[-1].text.startswith("2 of 2 peers")
+
+
+def test_one_answer_alone_accuses_nobody() -> None:
+    world = job("a", "b", "c", "d")
+    stalled(world)
+    answer(world, cut="c", only="a")
+    world.wait(POLICY.reach_seconds + 0.1)
+    assert world.generation.spec.nodes == ("a", "b", "c", "d")
+    assert not world.view.quarantine
+
+
+def test_process_that_does_not_run_is_reason_enough() -> None:
+    world = job("a", "b", "c", "d")
+    stalled(world, halted=2)
+    assert not world.take(a.AskReach)
+
+
+def test_workers_that_all_lost_a_peer_and_nobody_is_gone() -> None:
+    """The question is out before the time for an explanation is over; an explanation that comes makes it pointless."""
+    world = job("a", "b", "c")
+    world.exit(0, exit_code=1, error=LOST_PEER)
+    world.wait(POLICY.victim_seconds / 2)
+    answer(world, cut="b")
+    world.wait(POLICY.victim_seconds)
+    assert world.generation.spec.nodes == ("a", "c")
+    assert world.job.incidents[-1].kind == "unreachable"
+
+
+def test_an_explained_loss_asks_nothing() -> None:
+    world = job("a", "b", "c")
+    world.exit(0, exit_code=1, error=LOST_PEER)
+    world.exit(2, signal=9)
+    world.wait(5)
+    assert world.generation.number == 2
+    assert not world.take(a.AskReach)
+
+
+def test_start_that_is_late_on_all_alike_asks() -> None:
+    world = job("a", "b", "c")
+    world.answer = False
+    world.exit(0, signal=9)
+    world.wait(1)
+    world.tell(e.SpareStoreChanged(at=world.now, node="a", address="a:5"))
+    world.tell(e.GenerationRecorded(at=world.now, job="j", generation=2))
+    for node in "abc":
+        for phase in STARTED[:4]:
+            world.tell(world.phase_event(node, phase, job="j", generation=2))
+    world.take()
+    world.wait(POLICY.start_seconds + 1)
+    (asked,) = world.take(a.AskReach)
+    assert asked.peers == {"a": ("b", "c"), "b": ("c", "a"), "c": ("a", "b")}
+
+
+def test_more_hosts_than_the_breaker_allows_are_left_out_and_a_person_is_called() -> None:
+    nodes = tuple(f"n{index}" for index in range(12))
+    world = job(*nodes, max_nodes=12, global_batch=24, mesh=None)
+    stalled(world)
+    (asked,) = (action for action in world.actions if isinstance(action, a.AskReach))
+    cut = set(nodes[:4])
+    for node, peers in asked.peers.items():
+        bad = tuple(peer for peer in peers if node in cut or peer in cut)
+        good = tuple(peer for peer in peers if peer not in bad)
+        world.tell(e.PeersWereProbed(at=world.now, node=node, job="j", generation=1, reached=good, unreached=bad))
+    world.wait(POLICY.stacks_seconds)
+    assert set(world.generation.spec.nodes) == set(nodes) - cut
+    assert not world.view.quarantine
+    (page,) = world.take(a.Page)
+    assert "4 nodes cannot be reached at once" in page.reason
