@@ -14,7 +14,7 @@ from regrow.agent.config import AgentSettings
 from regrow.agent.interfaces import interface_of
 from regrow.agent.watch import open_health
 from regrow.errors import ConfigurationError
-from regrow.processes import MARK, lifeline_fd
+from regrow.processes import MARK, lifeline_fd, wake_at_lifeline_end
 from regrow.store.base import Store
 from regrow.store.open import open_store
 
@@ -76,6 +76,7 @@ async def _serve(settings: AgentSettings, store: Store) -> int:
     agent = driver.build(settings, store, open_health(settings), on_serving=manager.ready, on_leaving=manager.stopping)
     lifeline = lifeline_fd()
     if lifeline is not None:
+        wake_at_lifeline_end()
         asyncio.get_running_loop().add_reader(lifeline, agent.cut)
     try:
         return await agent.run()

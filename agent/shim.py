@@ -25,7 +25,7 @@ import msgspec
 from regrow.agent import child, preload, protocol, starting
 from regrow.agent.lines import LineConnection
 from regrow.agent.roster import Roster, children_of, signal_group, start_time
-from regrow.processes import lifeline_fd
+from regrow.processes import lifeline_fd, wake_at_lifeline_end
 
 
 class Shim:
@@ -381,6 +381,7 @@ def run(argv: list[str] | None = None) -> int:
     task: child.Task | None = None
     shim = Shim(listener=listener, host=options.host, orphan_seconds=options.orphan, with_store=not options.no_store)
     try:
+        wake_at_lifeline_end()
         importing_is_over = _watch_lifeline_while_importing()
         wanted = () if options.no_imports else preload.DEFAULT_MODULES
         shim.load(wanted, (*(() if options.no_imports else preload.OPTIONAL_MODULES), *options.preload))

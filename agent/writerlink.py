@@ -18,12 +18,18 @@ import msgspec
 
 from regrow import wire
 from regrow.agent.peer import Report
-from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController
-from regrow.processes import lifeline_fd
+from regrow.ckpt.protocol import Acknowledged, ControllerHello, QueryStatus, ToController
+from regrow.processes import lifeline_fd, stat_fields
 
 _log = logging.getLogger("regrow.agent.writer")
 
 _RETRY_SECONDS = 0.05
+LOOK_SECONDS = 1.0
+STOPPED_LOOKS = 4
+"""A writer seen stopped (SIGSTOP) in so many looks in a row is ended: a worker's first save waits for it, and with it the whole job. Looks,
+not seconds: an agent that stood still itself has not looked."""
+SILENT_LOOKS = 30
+"""The same for one that runs and does not answer: its snapshots are lost with it, so it gets longer than a slow host needs."""
 
 
 class WriterLink:
@@ -38,8 +44,9 @@ class WriterLink:
         *,
         on_connected: Callable[[], None] = lambda: None,
         on_other: Callable[[object], None] = lambda _message: None,
+        look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """`on_other` gets everything that is not a report."""
+        """`on_other` gets everything that is not a report. `look_seconds`: how often the writer is looked at."""
         self._path = socket_path
         self._state = state
         self._node = node
@@ -49,6 +56,9 @@ class WriterLink:
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
+        self.num_unanswered = 0
+        """Questions to the writer since its last word."""
+        self._look_seconds = look_seconds
         self.pid = 0
         """Pid of the writer that serves now; 0: none."""
 
@@ -67,14 +77,30 @@ class WriterLink:
             pause = _RETRY_SECONDS
             self._writer = writer
             self.pid = _peer_pid(writer)
+            watching = asyncio.create_task(self._watch(writer, self.pid))
             try:
                 await self._converse(reader, writer)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 _log.warning("writer connection ended: %s", error)
             finally:
+                watching.cancel()
                 self._writer = None
                 self.pid = 0
                 writer.close()
+
+    async def _watch(self, writer: asyncio.StreamWriter, pid: int) -> None:
+        """End a writer that stands still, so that another takes its place. It has no child, so SIGKILL leaves nothing behind."""
+        stopped = self.num_unanswered = 0
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            writer.write(wire.encode(QueryStatus()))
+            self.num_unanswered += 1
+            stopped = stopped + 1 if _is_stopped(pid) else 0
+            if stopped >= STOPPED_LOOKS or self.num_unanswered > SILENT_LOOKS:
+                _log.warning("writer pid=%d ended: %s", pid, "it is stopped" if stopped else f"no answer to {SILENT_LOOKS} questions")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                return
 
     def acknowledge(self, job: str, generation: int, step: int) -> None:
         """The step is settled: the writer may forget its report."""
@@ -124,6 +150,7 @@ class WriterLink:
         writer.write(wire.encode(ControllerHello(node=self._node)))
         self._on_connected()
         while (line := await reader.readline()).endswith(b"\n"):
+            self.num_unanswered = 0
             message = wire.decode(line, ToController)
             if isinstance(message, wire.ShardsDurable | wire.ShardsFailed):
                 self._on_report(message)
@@ -134,3 +161,10 @@ class WriterLink:
 def _peer_pid(writer: asyncio.StreamWriter) -> int:
     connection = writer.get_extra_info("socket")
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return stat_fields(pid)[0] == "T"
+    except OSError:
+        return False

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from regrow.ckpt.channel import ServerChannel
 from regrow.ckpt.service import Writer
+from regrow.processes import wake_at_lifeline_end
 
 GRACE_SECONDS = 5.0
 ORPHAN_SECONDS = 60.0
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     options.state.mkdir(parents=True, exist_ok=True)
+    wake_at_lifeline_end()
     early: list[int] = []
     for number in _ENDING:  # who sees the socket may send one before the loop can take it
         signal.signal(number, lambda number, _: early.append(number))

@@ -6,6 +6,7 @@ now, so a node can be killed as a whole and leftovers can be found.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -16,6 +17,9 @@ LIFELINE = "REGROW_LIFELINE"
 
 MARK = "REGROW_NODE_STATE"
 """Environment name: the state folder of the node that a process belongs to."""
+
+_F_SETSIG = 10
+"""fcntl(2); Python has no name for it."""
 
 
 def lifeline_fd() -> int | None:
@@ -29,6 +33,24 @@ def lifeline_fd() -> int | None:
     except OSError:
         return None
     return fd
+
+
+def wake_at_lifeline_end() -> None:
+    """Let the kernel send SIGCONT to this process when the lifeline ends: a daemon that was stopped (SIGSTOP) goes on and sees the end
+    as any other does; to one that runs SIGCONT means nothing. Without a lifeline nothing happens.
+
+    Signal-driven I/O belongs to an open file, which all heirs of the pipe share; so the pipe is opened anew here, and stays open.
+
+    Raises:
+        OSError: the descriptor is no pipe.
+    """
+    lifeline = lifeline_fd()
+    if lifeline is None:
+        return
+    own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def marked(mark: str, value: str, *, exact: bool = True) -> list[int]:

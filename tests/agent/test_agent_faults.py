@@ -93,6 +93,7 @@ async def test_a_hung_leader_is_left_for_the_next_one(scene: Scene, store: Store
 
 
 async def test_a_cut_lifeline_takes_the_whole_node(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With agent, shim and worker stopped by SIGSTOP: the kernel continues the daemons."""
     read, write = os.pipe()
     monkeypatch.setenv("REGROW_LIFELINE", str(read))
     agent = AgentProcess(scene.folder / "n0", scene.url, scene.cluster)
@@ -106,9 +107,13 @@ async def test_a_cut_lifeline_takes_the_whole_node(scene: Scene, monkeypatch: py
     pids = pids_of(agent, 1)
     writer = int((await agent.admin(kind="kill_writer"))["pid"])
     await until(lambda: process_state(writer) in ("", "Z"))
+    daemons = await agent.admin(kind="targets")
+    stopped = [agent.pid, int(daemons["shim"]), *pids]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
     os.close(read)
     os.close(write)
-    await until(lambda: all(process_state(pid) in ("", "Z") for pid in [agent.pid, *pids]), 10)
+    await until(lambda: all(process_state(pid) in ("", "Z") for pid in stopped), 10)
     await agent.wait()
 
 

@@ -277,6 +277,17 @@ async def test_the_end_of_the_lifeline_ends_the_writer(make_writer):
         await WriterControl.connect(writer.socket, "n0")
 
 
+async def test_the_end_of_the_lifeline_ends_a_stopped_writer(make_writer):
+    """SIGSTOP outlives nothing: the kernel continues it when the launcher's end of the pipe closes, however the launcher died."""
+    reader, keeper = os.pipe()
+    writer = await make_writer(lifeline=reader)
+    os.close(reader)
+    writer.process.send_signal(signal.SIGSTOP)
+    await asyncio.to_thread(os.waitid, os.P_PID, writer.process.pid, os.WSTOPPED | os.WNOWAIT)
+    os.close(keeper)
+    assert await asyncio.to_thread(writer.process.wait, 30) == 0
+
+
 async def test_a_second_writer_on_the_same_socket_is_refused(make_writer, short_path):
     writer = await make_writer()
     command = [sys.executable, "-m", "regrow.ckpt.writer", "--socket", writer.socket, "--state", str(short_path)]

@@ -87,6 +87,7 @@ async def _main(config: SupervisorConfig, policy: Policy, orders: ActuatorConfig
     import signal
 
     from regrow import notify
+    from regrow.processes import wake_at_lifeline_end
     from regrow.supervisor.service import Supervisor
 
     manager = notify.from_environment()
@@ -106,5 +107,6 @@ async def _main(config: SupervisorConfig, policy: Policy, orders: ActuatorConfig
                     service.stop()
                     loop.call_later(1.5, os._exit, 1)
 
+        wake_at_lifeline_end()
         loop.add_reader(int(lifeline), ended)
     await service.run()
