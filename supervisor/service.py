@@ -23,6 +23,7 @@ from regrow.store.open import open_store
 from regrow.supervisor import adoption, loading, upgrade
 from regrow.supervisor.actuators.config import ActuatorConfig
 from regrow.supervisor.actuators.group import Actuators
+from regrow.supervisor.actuators.loop import Tenure
 from regrow.supervisor.api import Routes
 from regrow.supervisor.archive import Archive
 from regrow.supervisor.auth import Guard, Identity, Tokens
@@ -270,14 +271,16 @@ class Supervisor:
             return term.view if since is not None and self.now() >= since + self.policy.takeover_seconds else None
 
         self.actuators.begin(
-            store=self.store,
-            keys=self.keys,
-            journal=self.journal,
-            comparison=leadership.comparison,
-            epoch=epoch,
-            now=self.now,
-            look=look,
-            holds=lambda: leadership.holds and not term.ended.is_set(),
+            Tenure(
+                store=self.store,
+                keys=self.keys,
+                journal=self.journal,
+                comparison=leadership.comparison,
+                epoch=epoch,
+                now=self.now,
+                look=look,
+                holds=lambda: leadership.holds and not term.ended.is_set(),
+            )
         )
 
     async def _rebuild(self, term: Term, jobs: tuple[e.JobLoaded, ...]) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
-from regrow.store.base import Comparison, Store
 from regrow.supervisor.actuators import config as settings
-from regrow.supervisor.actuators.loop import Actuation
-from regrow.supervisor.core.view import View
-from regrow.supervisor.journal import Journal
-from regrow.supervisor.keys import Keys
+from regrow.supervisor.actuators.loop import Actuation, Tenure
 
 
 class Actuators:
@@ -27,33 +22,10 @@ class Actuators:
         self._made = settings.build(config)
         self._running: list[tuple[Actuation, asyncio.Task[None]]] = []
 
-    def begin(
-        self,
-        *,
-        store: Store,
-        keys: Keys,
-        journal: Journal,
-        comparison: Comparison | None,
-        epoch: int,
-        now: Callable[[], float],
-        look: Callable[[], View | None],
-        holds: Callable[[], bool],
-    ) -> None:
-        """A term begins. See `Actuation` for the arguments."""
+    def begin(self, tenure: Tenure) -> None:
+        """A term begins."""
         for actuator in self._made:
-            one = Actuation(
-                actuator,
-                dry_run=self._config.mode == "dry-run",
-                per_hour=self._config.per_hour,
-                store=store,
-                keys=keys,
-                journal=journal,
-                comparison=comparison,
-                epoch=epoch,
-                now=now,
-                look=look,
-                holds=holds,
-            )
+            one = Actuation(actuator, tenure, dry_run=self._config.mode == "dry-run", per_hour=self._config.per_hour)
             task = asyncio.create_task(one.run(), name=f"actuator-{actuator.name}")
             task.add_done_callback(one.ended)
             self._running.append((one, task))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,25 +24,29 @@ _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 1.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tenure:
+    """A leader's term, as its actuators need it."""
+
+    store: Store
+    keys: Keys
+    journal: Journal
+    comparison: Comparison | None
+    """Holds in the store as long as the term lasts."""
+    epoch: int
+    now: Callable[[], float]
+    """Seconds, of this process's own clock."""
+    look: Callable[[], View | None]
+    """The view, once everything was loaded."""
+    holds: Callable[[], bool]
+    """This process still leads, by its own clock."""
+
+
 class Actuation:
     """One actuator in one term."""
 
-    def __init__(
-        self,
-        actuator: Actuator,
-        *,
-        dry_run: bool,
-        per_hour: int,
-        store: Store,
-        keys: Keys,
-        journal: Journal,
-        comparison: Comparison | None,
-        epoch: int,
-        now: Callable[[], float],
-        look: Callable[[], View | None],
-        holds: Callable[[], bool],
-    ) -> None:
-        """`look`: the view, once everything was loaded; `holds`: this process still leads, by its own clock."""
+    def __init__(self, actuator: Actuator, tenure: Tenure, *, dry_run: bool, per_hour: int) -> None:
+        """`per_hour`: at most so many orders within an hour."""
         self.actuator = actuator
         self.dry_run = dry_run
         self.per_hour = per_hour
@@ -51,14 +56,7 @@ class Actuation:
         """Nodes that wait for the rate limit."""
         self.paused = ""
         """Why nothing is ordered now; empty: it is."""
-        self._store = store
-        self._keys = keys
-        self._journal = journal
-        self._comparison = comparison
-        self._epoch = epoch
-        self._now = now
-        self._look = look
-        self._holds = holds
+        self._tenure = tenure
         self._told: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -66,19 +64,19 @@ class Actuation:
         while True:
             try:
                 await self._load()
-                while self._holds():
+                while self._tenure.holds():
                     await self._once()
                     await asyncio.sleep(_LOOK_SECONDS)
             except StoreError as error:
                 log.warning("actuator=%s waits for the store: %s", self.actuator.name, error.what)
-            if not self._holds():
+            if not self._tenure.holds():
                 return
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _load(self) -> None:
-        prefix = self._keys.actuated(self.actuator.name, "")
+        prefix = self._tenure.keys.actuated(self.actuator.name, "")
         found: dict[str, orders.Record] = {}
-        for item in await self._store.get_prefix(prefix):
+        for item in await self._tenure.store.get_prefix(prefix):
             try:
                 record = msgspec.json.decode(item.value, type=orders.Record)
             except msgspec.MsgspecError as error:
@@ -88,12 +86,12 @@ class Actuation:
         self.records = found
 
     async def _once(self) -> None:
-        view = self._look()
+        view = self._tenure.look()
         if view is None:
             return
         self.paused = "" if view.automation else "automation is off"
         wanted = orders.wanted_out(view)
-        plan = orders.plan(wanted, self.records, now=self._now(), epoch=self._epoch, per_hour=self.per_hour)
+        plan = orders.plan(wanted, self.records, now=self._tenure.now(), epoch=self._tenure.epoch, per_hour=self.per_hour)
         self.held = plan.held
         for want in plan.held:
             self._tell_once(want.node, f"held: {self.per_hour} nodes went out within the hour", "out", want.node, "held")
@@ -114,12 +112,12 @@ class Actuation:
         for record in plan.again:
             await self._do(record)
         for node in plan.forget:
-            await self._transact(Delete(self._keys.actuated(self.actuator.name, node)))
+            await self._transact(Delete(self._tenure.keys.actuated(self.actuator.name, node)))
             self.records.pop(node, None)
 
     async def _do(self, record: orders.Record) -> None:
         """One attempt, then its outcome. A term that is over does nothing more: the next leader finds the intent."""
-        if not self._holds():
+        if not self._tenure.holds():
             return
         try:
             outcome = await self.actuator.act(self._call(record))
@@ -129,7 +127,7 @@ class Actuation:
         else:
             state = "left" if isinstance(outcome, LeftAlone) else "done"
             detail = outcome.detail
-        changed = orders.attempted(record, now=self._now(), state=state, detail=detail)
+        changed = orders.attempted(record, now=self._tenure.now(), state=state, detail=detail)
         self.records[record.node] = changed
         if state != "failed" or record.state != "failed" or detail[:500] != record.detail:
             self._tell(changed, state, detail)
@@ -141,15 +139,15 @@ class Actuation:
 
     async def _write(self, record: orders.Record) -> bool:
         """Whether the store has it. It has not when the term is over."""
-        if not await self._transact(Put(self._keys.actuated(self.actuator.name, record.node), msgspec.json.encode(record))):
+        if not await self._transact(Put(self._tenure.keys.actuated(self.actuator.name, record.node), msgspec.json.encode(record))):
             log.warning("actuator=%s node=%s: this term is over", self.actuator.name, record.node)
             return False
         self.records[record.node] = record
         return True
 
     async def _transact(self, operation: Operation) -> bool:
-        compare = [self._comparison] if self._comparison else []
-        return (await self._store.transaction(compare, [operation])).succeeded
+        compare = [self._tenure.comparison] if self._tenure.comparison else []
+        return (await self._tenure.store.transaction(compare, [operation])).succeeded
 
     # --- what people see
 
@@ -172,7 +170,7 @@ class Actuation:
         text = f"{name} {direction} {node}: {outcome}{f' at attempt {num_attempts}' if outcome == 'failed' else ''}: {detail}"
         log.log(logging.WARNING if outcome in ("failed", "held") else logging.INFO, "actuator=%s", text)
         data = {"actuator": name, "direction": direction, "outcome": outcome, "detail": detail, "attempts": num_attempts, "order": order}
-        self._journal.write(epoch=self._epoch, at=self._now(), kind="actuator", node=node, text=text, data=data)
+        self._tenure.journal.write(epoch=self._tenure.epoch, at=self._tenure.now(), kind="actuator", node=node, text=text, data=data)
 
     def document(self) -> dict[str, Any]:
         """For the API: what was ordered and what became of it."""

@@ -22,7 +22,7 @@ from regrow.store.memory import MemoryStore
 from regrow.supervisor.actuators import config as settings
 from regrow.supervisor.actuators import orders
 from regrow.supervisor.actuators.command import Command, check_template, fill
-from regrow.supervisor.actuators.loop import Actuation
+from regrow.supervisor.actuators.loop import Actuation, Tenure
 from regrow.supervisor.actuators.port import ActuatorError, Call, Done, LeftAlone, safe_reason
 from regrow.supervisor.config import SupervisorConfig
 from regrow.supervisor.core.policy import Policy
@@ -137,9 +137,7 @@ class Leader:
         await self.store.transaction([], [Put("/term", str(epoch).encode())])
         item = await self.store.get("/term")
         assert item is not None
-        made = Actuation(
-            self.recorder,
-            **{"dry_run": False, "per_hour": 10} | changes,
+        tenure = Tenure(
             store=self.store,
             keys=self.keys,
             journal=self.journal,
@@ -149,6 +147,7 @@ class Leader:
             look=lambda: self.view,
             holds=lambda: self.holding,
         )
+        made = Actuation(self.recorder, tenure, **{"dry_run": False, "per_hour": 10} | changes)
         await made._load()
         return made
 
