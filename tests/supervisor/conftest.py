@@ -31,6 +31,7 @@ def _sibling(name: str) -> Any:
 
 stub_agent = _sibling("stub_agent")
 scene = _sibling("scene")
+older = _sibling("older")
 
 FAST = Policy(
     victim_seconds=0.5,
@@ -42,6 +43,7 @@ FAST = Policy(
     save_seconds=5.0,
     hang_first_step_seconds=20.0,
     stacks_seconds=0.2,
+    reach_seconds=0.5,
     backoff_seconds=0.05,
 )
 

@@ -45,6 +45,10 @@ class StubAgent:
         self.health = wire.HealthVerdict(state="healthy")
         self.answer_starts = True
         self.released = False
+        self.written: Callable[[bytes], bytes] = bytes
+        """What another version would have sent for this line."""
+        self.understood: Callable[[bytes], bytes] = bytes
+        """What another version would have read of this line; empty: nothing."""
         self._address = address
         self._spares = 0
         self._reader: asyncio.StreamReader | None = None
@@ -95,7 +99,7 @@ class StubAgent:
 
     def send(self, message: msgspec.Struct) -> None:
         if self._writer is not None and not self._muted:
-            self._writer.write(wire.encode(message))
+            self._writer.write(self.written(wire.encode(message)))
 
     def phase(self, name: str, **more: Any) -> None:
         assert self.order is not None
@@ -189,11 +193,12 @@ class StubAgent:
     async def _session(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._reader, self._writer = await asyncio.open_connection(host, int(port), limit=wire.MAX_MESSAGE_BYTES)
-        self._writer.write(wire.encode(self.hello()))
+        self._writer.write(self.written(wire.encode(self.hello())))
         beats = asyncio.create_task(self._beats())
         try:
             while line := await self._reader.readline():
-                self._got(wire.decode(line, wire.ToAgent))
+                if known := self.understood(line):
+                    self._got(wire.decode(known, wire.ToAgent))
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
@@ -228,6 +233,8 @@ class StubAgent:
                 if self.order is not None and self.order.spec.generation <= message.generation and self.live:
                     self.exit_all(signal=9, torn_down=True)
                 self.send(wire.GenerationPhase(job=message.job, generation=message.generation, phase="stopped"))
+            case wire.ProbePeers():
+                self.send(wire.PeersProbed(job=message.job, generation=message.generation, reached=tuple(message.peers)))
             case wire.ReleaseNode():
                 self.released = True
             case _:

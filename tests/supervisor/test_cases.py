@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from scene import form
 from stub_agent import eventually
@@ -137,57 +136,3 @@ async def test_d11_sixty_four_nodes_meet_again_after_the_first_failure(cluster: 
     await cluster.generation(2, num_nodes=64)
     assert asyncio.get_running_loop().time() - began < 30.0, "nobody waits for collective timeouts: all are stopped at the first failure"
     assert len(cluster.job().ledger.charges) == 1
-
-
-# --- rolling upgrade
-
-
-def older(line: bytes) -> bytes:
-    """What version N-1 would have sent: without the fields that were added since."""
-    message = msgspec.json.decode(line)
-    message.pop("metrics_address", None)
-    if message.get("running"):
-        message["running"].pop("job_spec", None)
-    message.pop("cpu_seconds", None)
-    message.pop("memory_ratio", None)
-    return msgspec.json.encode(message) + b"\n"
-
-
-def newer(line: bytes) -> bytes:
-    """What version N+1 may send: fields that nobody knows yet, and a higher number."""
-    message = msgspec.json.decode(line)
-    message["colour"] = {"of": ["tomorrow"]}
-    if "version" in message:
-        message["version"] = wire.PROTOCOL_VERSION + 1
-    return msgspec.json.encode(message) + b"\n"
-
-
-@pytest.mark.parametrize("change", [older, newer])
-async def test_agents_of_the_version_before_and_after_work_beside_ours(
-    cluster: Cluster, change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await cluster.supervisor()
-    await cluster.leading()
-    plain, other = wire.encode, "n1"
-
-    def encode(message: msgspec.Struct) -> bytes:
-        ours = not isinstance(message, wire.Hello | wire.Beat | wire.GenerationPhase | wire.NodeSteps)
-        foreign = isinstance(message, wire.Hello) and message.node == other
-        return plain(message) if ours or (isinstance(message, wire.Hello) and not foreign) else change(plain(message))
-
-    monkeypatch.setattr(wire, "encode", encode)
-    await cluster.start("n0", "n1")
-    await cluster.submit()
-    await cluster.generation(1, num_nodes=2)
-    await cluster.step(1)
-    cluster.agents["n1"].send(wire.Leaving(reason="upgrade"))
-    await eventually(lambda: any(isinstance(m, wire.RequestSave) for m in cluster.agents["n0"].received), "asked to save")
-    await cluster.step(2)
-    cluster.agents["n0"].committed(2)
-    await cluster.generation(2, num_nodes=1)
-
-
-async def test_an_order_of_a_newer_supervisor_is_passed_over() -> None:
-    line = b'{"type":"paint_node","epoch":1,"seq":2,"colour":"red"}\n'
-    assert isinstance(wire.decode(line, wire.ToAgent), wire.Unknown)
-    assert isinstance(wire.decode(wire.encode(wire.ClearHealth(epoch=1, seq=1)), wire.ToAgent), wire.ClearHealth)
