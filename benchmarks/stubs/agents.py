@@ -31,14 +31,18 @@ _HANDSHAKES = 32
 _BACKOFF_SECONDS = (0.05, 1.0)
 _REFUSED_SECONDS = (0.5, 8.0)
 """As regrow.agent.beat does it: refused by one that does not lead, a node waits for the next leader record, or for so long."""
+_PROBE_SECONDS = 2.5
+"""As regrow.agent.reach: so long until a peer counts as not reached."""
 _PHASES = ("fenced", "stopped", "started", "rendezvous", "restored")
 
 
 class Stub:
     """One node."""
 
-    def __init__(self, name: str, slots: int) -> None:
+    def __init__(self, name: str, slots: int, gone: set[str]) -> None:
         self.name = name
+        self.gone = gone
+        """Hosts without power, of all processes: they answer nobody."""
         self.slots = slots
         self.number = 1
         self.order: wire.StartGeneration | None = None
@@ -121,6 +125,15 @@ class Stub:
                 self.refused = True
             case wire.StartGeneration():
                 self._started(message)
+            case wire.ProbePeers():
+                unreached = self.gone.intersection(message.peers)
+                answer = wire.PeersProbed(
+                    job=message.job,
+                    generation=message.generation,
+                    reached=tuple(peer for peer in message.peers if peer not in unreached),
+                    unreached=tuple(unreached),
+                )
+                asyncio.get_running_loop().call_later(_PROBE_SECONDS if unreached else 0.0, self.send, answer)
             case wire.StopGeneration():
                 self.live = self.live and self.generation > message.generation
                 self.send(wire.GenerationPhase(job=message.job, generation=message.generation, phase="stopped"))
@@ -162,9 +175,9 @@ class Host:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.stubs = {
-            f"node{index:05d}": Stub(f"node{index:05d}", options.slots) for index in range(options.first, options.first + options.count)
-        }
+        self.gone: set[str] = set()
+        names = [f"node{index:05d}" for index in range(options.first, options.first + options.count)]
+        self.stubs = {name: Stub(name, options.slots, self.gone) for name in names}
         self.address = ""
         self.store: Store = open_store(options.store)
         self._tls = ssl.create_default_context(cafile=str(options.ca))
@@ -256,12 +269,14 @@ class Host:
             case "commit":
                 self._commit(command["step"])
             case "lose":
+                self.gone.update(command["nodes"] if command["silent"] else ())
                 times = self._lose(chosen, silent=command["silent"])
                 await asyncio.gather(*(stub.lease.close() for stub in chosen if stub.lease is not None))
                 return {"at": times}
             case "peers":
                 self._peers(chosen)
             case "return":
+                self.gone.difference_update(command["nodes"])
                 for stub in chosen:
                     await _end(stub)
                     stub.lost, stub.live, stub.order, stub.lease, stub.number = False, False, None, None, stub.number + 1
