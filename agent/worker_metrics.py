@@ -9,7 +9,7 @@ from regrow.telemetry import Page
 
 _PASSED = {"imported": "import", "restored": "restore"}
 """Words for phases that are over, as phases."""
-_SOURCES = ("memory", "peers", "storage")
+_SOURCES = ("memory", "peers", "storage", "ranks")
 _OUTCOMES = ("snapshot", "skipped", "failed")
 
 

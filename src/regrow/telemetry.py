@@ -233,7 +233,7 @@ _OF_A_WORKER = (
     _gauge("regrow_worker_grad_norm", "Gradient norm of the last step, from ranks that know it", *_RANK),
     _gauge("regrow_worker_phase", "1 for the phase that a rank is in", *_RANK, "phase"),
     _gauge("regrow_worker_start_seconds", "Duration of the phases of its start", *_RANK, "phase"),
-    _gauge("regrow_worker_restored_bytes", "Bytes of its last restore by source: memory, peers, storage", *_RANK, "source"),
+    _gauge("regrow_worker_restored_bytes", "Bytes of its last restore by source: memory, peers, storage, ranks", *_RANK, "source"),
     _counter("regrow_worker_steps", "Steps that a rank applied in this generation", *_RANK),
     _counter("regrow_worker_tokens", "Tokens that a rank told of in this generation", *_RANK),
     _counter("regrow_worker_saves", "Saves by outcome in this generation", *_RANK, "outcome"),
