@@ -126,7 +126,7 @@ class Site:
             cwd=str(self.folder),
             max_nodes=len(self.agents),
             global_batch=8,
-            checkpoint=wire.CheckpointPolicy(path=str(self.folder / "checkpoints")),
+            checkpoint=wire.CheckpointPolicy(path=str(self.folder / "checkpoints"), max_interval_seconds=3.0),
             hang_seconds=8.0,
         )
         self.until(lambda: self.ask(self.leader() or self.control[0], "/v1/jobs", msgspec.json.encode(spec)), "the job accepted")
