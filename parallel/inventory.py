@@ -16,6 +16,7 @@ from regrow.errors import ConfigurationError
 GB = 1e9
 
 MOST_NODES = 100_000
+MOST_GPUS = 1_024
 """Far more than any cluster has; keeps a slip of the keyboard from taking all memory. Ours."""
 
 
@@ -158,6 +159,12 @@ def uniform(
         )
     if min(sizes) < 0 or max(sizes) < 1:
         raise ConfigurationError(f"nodes with {min(sizes)} GPUs", where="--gpus-per-node", hint="every node needs at least one GPU")
+    if max(sizes) > MOST_GPUS or sum(sizes) > MOST_NODES * 8:
+        raise ConfigurationError(
+            f"nodes with {max(sizes)} GPUs, {sum(sizes)} in all",
+            where="--gpus-per-node",
+            hint=f"at most {MOST_GPUS} a node and {MOST_NODES * 8} in all are planned for",
+        )
     kind = _device(device, peak_tflops)
     memory = kind.memory_bytes if gpu_memory_gb is None else _positive(gpu_memory_gb, "--gpu-memory-gb") * GB
     width = max(4, len(str(nodes - 1)))

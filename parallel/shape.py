@@ -150,6 +150,10 @@ def step_flops(model: Model, samples: int) -> float:
     return 3.0 * (model.layers * layer_forward_flops(model, tokens) + head_forward_flops(model, tokens))
 
 
+MOST = {"layers": 10_000, "heads": 100_000, "kv_heads": 100_000}
+"""Beyond these a size is a slip of the hand, and going through every stage or divisor would take for ever."""
+
+
 def make(**given: float | bool | str | None) -> Model:
     """A checked `Model` from what a user gave (None: not given), with the usual values for the rest.
 
@@ -157,7 +161,7 @@ def make(**given: float | bool | str | None) -> Model:
     4 x hidden, grouped KV heads or experts mean a gated (Llama-like) block with untied head, else the classic GPT block.
 
     Raises:
-        ConfigurationError: negative, fractional or contradicting sizes, or too little to plan with.
+        ConfigurationError: negative, fractional, absurd or contradicting sizes, or too little to plan with.
     """
     values = {key: value for key, value in given.items() if value is not None}
     for key, value in values.items():
@@ -165,6 +169,8 @@ def make(**given: float | bool | str | None) -> Model:
             raise ConfigurationError(f"{key} is {value}, not a whole number", where=_flag(key), hint="sizes are whole numbers")
         if not isinstance(value, bool | str) and value < 0:
             raise ConfigurationError(f"{key} is {value}", where=_flag(key), hint="sizes cannot be negative")
+        if not isinstance(value, str) and value > MOST.get(key, value):
+            raise ConfigurationError(f"{key} is {value:g}", where=_flag(key), hint=f"at most {MOST[key]} are planned for")
     sizes = {key: value if isinstance(value, bool | str) else int(value) for key, value in values.items()}
     model = msgspec.convert(sizes, Model)
     if model.hidden or model.heads or (model.layers and not model.params):

@@ -180,3 +180,18 @@ def test_short_replicas_run_weightless_micro_batches_under_zero_3(regrow: Regrow
     assert document["equal_replicas"]["mesh"]["dp"] == 5
     _, document, _ = regrow("plan", *shape, "--dp", 8, "--tp", 1, "--pp", 1, "--micro-batch", 1, "--zero", 1)
     assert document["best"]["zero_weight_micro_batches"] == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--layers", 10**13), ("--heads", 10**13), ("--kv-heads", 10**9), ("--gpus-per-node", 1_000_003), ("--nodes", 10**13)],
+)
+def test_a_slip_of_the_keyboard_is_refused_at_once(regrow: Regrow, flag: str, value: int) -> None:
+    """Going through every stage, divisor or GPU of such a number would take for ever."""
+    given = {"--layers": 32, "--hidden": 4096, "--heads": 32, "--vocab": 32000, "--seq": 4096, "--nodes": 4, "--gpus-per-node": 8}
+    words = [word for pair in (given | {flag: value}).items() for word in pair]
+    code, _, stderr = regrow("plan", *words, "--global-batch", 64)
+    assert code == 2
+    assert flag in stderr
+    assert "at most" in stderr
