@@ -16,7 +16,7 @@ def interface_of(host: str) -> str:
     """Name of this machine's interface that has the address; empty when none has it, or the name means none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # no such name; a label that is empty or too long
         return ""
     wanted = {str(item[4][0]) for item in found}
     return next((name for _, name in socket.if_nameindex() if _ipv4(name) in wanted), "") or _ipv6(wanted)

@@ -23,7 +23,7 @@ class Reach:
 
     def __init__(self, own_address: str, report: Callable[[wire.PeersProbed], None]) -> None:
         """`own_address`: where connections start from, so that they take the workers' way, where an interface has it."""
-        self._own = own_address if interface_of(own_address) else ""
+        self._own = own_address
         self._report = report
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -40,7 +40,8 @@ class Reach:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _answer(self, request: wire.ProbePeers) -> None:
-        found = await probe(self._own, request.peers)
+        own = self._own if await asyncio.to_thread(interface_of, self._own) else ""
+        found = await probe(own, request.peers)
         self._report(
             wire.PeersProbed(
                 job=request.job,
