@@ -91,6 +91,8 @@ class Stall(msgspec.Struct):
     generation: int
     changed_at: float
     ranks: dict[int, wire.RankProgress] = {}
+    num_in: dict[str, int] = {}
+    """{phase: number of ranks in it}: looked at ten times a second, so it is counted and not collected."""
     seen_at: dict[int, float] = {}
     stalled: bool = False
     ever: bool = False
@@ -105,21 +107,29 @@ class Stall(msgspec.Struct):
                 changed = True
             elif known.phase != word.phase and word.phase not in STOPPED:
                 changed = True  # a process that is found not to run is the opposite of progress
-            if word.phase not in _IDLE_PHASES:
-                self.ever = True
+            if known is None or known.phase != word.phase:
+                self._enter(word.phase, known.phase if known is not None else None)
             self.ranks[word.rank] = word
             self.seen_at[word.rank] = now
         return self.moved(now) if changed else None
 
+    def _enter(self, phase: str, before: str | None) -> None:
+        self.ever = self.ever or phase not in _IDLE_PHASES
+        self.num_in[phase] = self.num_in.get(phase, 0) + 1
+        if before is not None:
+            self.num_in[before] -= 1
+            if not self.num_in[before]:
+                del self.num_in[before]
+
     @property
     def stopped(self) -> bool:
         """Some worker's process does not run."""
-        return any(word.phase in STOPPED for word in self.ranks.values())
+        return any(phase in self.num_in for phase in STOPPED)
 
     @property
     def phases(self) -> frozenset[str]:
         """What the ranks are doing."""
-        return frozenset(word.phase for word in self.ranks.values())
+        return frozenset(self.num_in)
 
     def moved(self, now: float) -> e.ProgressResumed | None:
         """Something moved."""
@@ -133,7 +143,7 @@ class Stall(msgspec.Struct):
         """Has nothing moved for too long? Said once until it moves again."""
         if self.stalled or not self.ever or now - self.changed_at < limit_seconds:
             return None
-        if all(word.phase in _IDLE_PHASES for word in self.ranks.values()):
+        if all(phase in _IDLE_PHASES for phase in self.num_in):
             return None
         self.stalled = True
         ranks = tuple(
