@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from regrow.store import cas
 from regrow.store.base import AuthFailed, Store, StoreUnavailable
-from regrow.store.embedded import EmbeddedEtcd, EtcdOptions
+from regrow.store.embedded import EmbeddedCluster, EmbeddedEtcd, EtcdOptions
 from regrow.store.open import open_store
 
 LIMIT = 60.0
@@ -90,7 +92,7 @@ async def test_tls_refuses_strangers_on_both_sides(secured: EmbeddedEtcd, certif
         await store.close()
 
 
-async def enable_users(etcd: EmbeddedEtcd) -> None:
+async def enable_users(etcd: EmbeddedEtcd, tls: ssl.SSLContext | None = None) -> None:
     """root (may do all) and agent (may read and write /regrow/ only), by etcd's JSON gateway."""
 
     def base64(text: str) -> str:
@@ -98,7 +100,8 @@ async def enable_users(etcd: EmbeddedEtcd) -> None:
 
         return codec.b64encode(text.encode()).decode()
 
-    async with httpx.AsyncClient(base_url=f"http://{etcd.endpoint}/v3/auth", timeout=LIMIT) as http:
+    base = f"{'https' if tls else 'http'}://{etcd.endpoint}/v3/auth"
+    async with httpx.AsyncClient(base_url=base, timeout=LIMIT, verify=tls if tls is not None else True, trust_env=False) as http:
         for path, body in (
             ("role/add", {"name": "root"}),
             ("role/add", {"name": "member"}),
@@ -152,3 +155,56 @@ async def test_users_permissions_and_login_after_a_restart(etcd: EmbeddedEtcd, t
             keys.extend(event.key for event in (await anext(watch)).events)
     assert keys[0] == "/regrow/a"
     await store.close()
+
+
+@pytest.mark.soak
+async def test_three_members_with_tls_and_users_are_restarted_one_after_the_other(tmp_path: Path, certificates: Path) -> None:
+    """A rolling restart of etcd: each member forgets the tokens that it gave, the client logs in again and nothing is missed."""
+    options = EtcdOptions(
+        heartbeat_milliseconds=100,
+        election_milliseconds=1000,
+        certificate=certificates / "server.pem",
+        key=certificates / "server.key",
+        client_ca=certificates / "ca.pem",
+    )
+    cluster = EmbeddedCluster(tmp_path / "cluster", options=options)
+    await cluster.start()
+    tls = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    tls.load_cert_chain(certificates / "client.pem", certificates / "client.key")
+    await enable_users(cluster.members[0], tls)
+    (tmp_path / "password").write_text("secret\n")
+    (tmp_path / "wrong").write_text("guess")
+
+    def url(password: str) -> str:
+        files = f"cacert={certificates}/ca.pem&cert={certificates}/client.pem&key={certificates}/client.key"
+        return f"{cluster.url}?{files}&user=agent&password-file={tmp_path}/{password}"
+
+    stranger = open_store(url("wrong"), timeout=10)
+    with pytest.raises(AuthFailed):
+        await stranger.get("/regrow/a")
+    await stranger.close()
+
+    store = open_store(url("password"), timeout=LIMIT)
+    watch = store.watch_prefix("/regrow/")
+    await asyncio.wait_for(anext(watch), LIMIT)
+    lease = await store.lease(5)
+    await store.put("/regrow/mine", b"", lease=lease)
+    written = ["/regrow/mine"]
+    for number, member in enumerate(cluster.members):
+        await member.kill()
+        for key in (f"/regrow/{number}/without", f"/regrow/{number}/with"):
+            if key.endswith("with"):
+                await member.restart()
+            assert (await cas.create(store, key, b"", timeout=LIMIT)).won
+            written.append(key)
+    seen: list[str] = []
+    async with asyncio.timeout(LIMIT):
+        while written[-1] not in seen:
+            seen.extend(event.key for event in (await anext(watch)).events)
+    assert seen == written
+    assert not lease.lost.is_set()
+    assert await store.get("/regrow/mine") is not None
+    with pytest.raises(AuthFailed):
+        await store.put("/elsewhere", b"")
+    await store.close()
+    await cluster.stop()
