@@ -10,6 +10,8 @@ from regrow.supervisor.core.hang import STOPPED
 
 _LAG_FACTOR = 4.0
 """Looks that come later than this many periods mean that we stood still, not that everybody else fell silent."""
+_GRACE_SHARE = 0.15
+"""After a pause of our own nobody is silent before this share of the limit has passed."""
 _IDLE_PHASES = ("", "start", "finished")
 """A word that was never written, or is done, says nothing about progress."""
 
@@ -52,12 +54,15 @@ class Silence:
         return e.NodeHeard(at=now, node=node)
 
     def look(self, now: float) -> list[e.NodeSilent]:
-        """Nodes that fell silent since the last look. After a pause of our own everybody gets a fresh start."""
+        """Nodes that fell silent since the last look. The time of a pause of our own is held against nobody, and what arrived
+        meanwhile gets time to be read: a busy observer sees later, and one that pauses again and again sees all the same.
+        """
         late = 0.0 if self._looked_at is None else now - self._looked_at - self._look
         self._looked_at = now
         if late > _LAG_FACTOR * self._look:
+            least = now - self._silence * (1.0 - _GRACE_SHARE)
             for seen in self._seen.values():
-                seen.heard_at = max(seen.heard_at, now - self._look)
+                seen.heard_at = min(now, max(seen.heard_at + late, least))
             return []
         found: list[e.NodeSilent] = []
         for node, seen in self._seen.items():

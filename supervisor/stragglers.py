@@ -116,7 +116,7 @@ class Stragglers:
         return found
 
     def _judge(self, step: int, values: dict[int, float]) -> list[Straggler]:
-        if len(values) < len(self._ranks):  # reports were lost: a step of some ranks says nothing about the others
+        if not values or len(values) < len(self._ranks):  # reports were lost: a step of some ranks says nothing about the others
             return []
         ranks = tuple(sorted(values))
         if ranks != self._ranks:

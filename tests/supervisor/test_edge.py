@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from regrow import wire
 from regrow.supervisor.core import events as e
 from regrow.supervisor.detector import Silence, Stall
@@ -39,6 +41,30 @@ def test_our_own_pause_makes_nobody_suspect() -> None:
     assert silence.look(30.0) == []
     assert not silence.is_silent("a")
     assert [item.node for item in look_until(silence, 30.0, 33.0)] == ["a"]
+
+
+def test_an_observer_that_pauses_again_and_again_sees_all_the_same() -> None:
+    """It stands still for 0.6 s in each second: a host without power is silent after 2 s of the time in which it looked."""
+    silence = Silence(silence_seconds=2.0, look_seconds=0.1)
+    silence.connected("gone", 0.0)
+    silence.connected("there", 0.0)
+    found: list[tuple[str, float]] = []
+    for second in range(12):
+        for now in (second + tenth / 10 for tenth in range(5)):
+            silence.heard("there", now)
+            found += [(item.node, now) for item in silence.look(now)]
+    assert [node for node, _ in found] == ["gone"]
+    assert found[0][1] == pytest.approx(5.0, abs=1.0)
+
+
+def test_what_arrived_in_a_pause_is_read_before_anybody_is_suspect() -> None:
+    silence = Silence(silence_seconds=2.0, look_seconds=0.1)
+    silence.connected("a", 0.0)
+    look_until(silence, 0.0, 1.9)
+    assert silence.look(10.0) == []
+    assert not look_until(silence, 10.0, 10.4)
+    silence.heard("a", 10.45)
+    assert not look_until(silence, 10.4, 12.3)
 
 
 def test_closed_connections_are_not_silent() -> None:
