@@ -62,9 +62,9 @@ def test_what_arrived_in_a_pause_is_read_before_anybody_is_suspect() -> None:
     silence.connected("a", 0.0)
     look_until(silence, 0.0, 1.9)
     assert silence.look(10.0) == []
-    assert not look_until(silence, 10.0, 10.4)
-    silence.heard("a", 10.45)
-    assert not look_until(silence, 10.4, 12.3)
+    assert not look_until(silence, 10.0, 10.2)
+    silence.heard("a", 10.25)
+    assert not look_until(silence, 10.25, 12.1)
 
 
 def test_closed_connections_are_not_silent() -> None:
