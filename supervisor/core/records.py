@@ -26,6 +26,23 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
+class EffortRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job got and what it made of it, over all leaders' terms: the accumulators of goodput and ETTR."""
+
+    since: float
+    """Unix seconds."""
+    until: float
+    """Up to when it is counted."""
+    reserved_gpu_seconds: float = 0.0
+    num_reserved: int = 0
+    productive_seconds: float = 0.0
+    best_gpu_seconds_per_step: float | None = None
+    base_step: int = 0
+    """Steps before this one were not made on this account."""
+    frontier: int = 0
+    """Completed steps at `until`."""
+
+
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """/jobs/<job>/ledger: charges and how the job ended. Survives the leader."""
 
@@ -43,6 +60,8 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """{cause: number} of charges that are too old to be kept one by one."""
     since: float = 0.0
     """When the job was submitted, Unix seconds: failures over a shorter time would be a higher rate. 0: not known."""
+    effort: EffortRecord | None = None
+    """Written now and then while the job trains."""
     version: int = wire.PROTOCOL_VERSION
 
 
@@ -68,7 +87,8 @@ class IncidentSeed(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     kind: str
-    """node_lost, worker_exit, hang, sdc, unhealthy, leaving, restore_refused, start_failed, returned_empty, growth, operator ..."""
+    """node_lost, unreachable, worker_exit, hang, sdc, unhealthy, leaving, restore_refused, start_failed, returned_empty, growth,
+    operator ..."""
     cause: str
     """infrastructure, preemption, program, unknown; empty: planned, nothing is charged."""
     symptom_at: float
