@@ -232,6 +232,7 @@ def _of_history(read: history.History, setup: Setup) -> list[Fault]:
 
 _INCIDENTS = {
     "node_lost": ("host", "reboot"),
+    "unreachable": ("host", "reboot"),
     "returned_empty": ("host", "reboot"),
     "worker_exit": ("program", ""),
     "hang": ("hang", ""),
