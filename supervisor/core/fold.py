@@ -150,6 +150,7 @@ def _job_loaded(view: View, event: e.JobLoaded) -> View:
         ledger=ledger,
         frontier=frontier,
         effort_base=frontier,
+        past=ledger.effort if outcome is None else None,
         outcome=outcome,
         paused=event.command == "pause" and event.generation is None,
         incidents=_told(event.incidents, generation),

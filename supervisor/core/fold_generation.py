@@ -101,6 +101,8 @@ def steps_completed(job: JobView, current: GenerationView, event: e.StepsComplet
         seconds = (*seconds, event.step_seconds)[-_STEP_HISTORY:]
     meshes, typical = _typical(job, current, event)
     num_new = max(0, event.step - max(job.frontier, event.step - event.num_steps))
+    if current.adopted:
+        num_new += goodput.untold(job, event.step - event.num_steps + 1, event.at)
     job = _change(
         job,
         generation=current,

@@ -7,6 +7,7 @@ import statistics
 import msgspec
 
 from regrow import wire
+from regrow.supervisor.core.records import EffortRecord
 from regrow.supervisor.core.view import Effort, JobView, NodeView, View
 
 _change = msgspec.structs.replace
@@ -31,6 +32,13 @@ def completed(effort: Effort, *, seconds: float, world_size: int, num_new: int, 
     return _change(effort, productive_seconds=effort.productive_seconds + (seconds if num_new else 0.0), best_gpu_seconds_per_step=best)
 
 
+def untold(job: JobView, first: int, at: float) -> int:
+    """Steps that were completed after the last leader's account and before step `first`, the first that this term heard of."""
+    if job.past is None or job.step_seconds or at <= job.past.until:
+        return 0
+    return max(0, first - 1 - job.past.frontier)
+
+
 def rolled_back(effort: Effort, *, num_steps: int, step_seconds: float) -> Effort:
     """Completed steps turned into lost work."""
     return _change(
@@ -42,17 +50,36 @@ def rolled_back(effort: Effort, *, num_steps: int, step_seconds: float) -> Effor
 
 def ratio(job: JobView, now: float) -> float | None:
     """Steps of the final lineage x the best GPU-seconds a step / all reserved GPU-seconds. None before the first step."""
-    effort = reserve(job.effort, now, 0)
-    if effort.best_gpu_seconds_per_step is None or effort.reserved_gpu_seconds <= 0:
+    if job.past is not None and not job.step_seconds:
+        return None  # how far it is was not told in this term
+    whole = account(job, now)
+    if whole.best_gpu_seconds_per_step is None or whole.reserved_gpu_seconds <= 0:
         return None
-    started = job.effort_base
-    return min(1.0, max(0, job.frontier - started) * effort.best_gpu_seconds_per_step / effort.reserved_gpu_seconds)
+    return min(1.0, max(0, job.frontier - whole.base_step) * whole.best_gpu_seconds_per_step / whole.reserved_gpu_seconds)
 
 
 def ettr(job: JobView, now: float) -> float | None:
     """Productive time / wall time. None before any time passed."""
-    wall = now - job.effort.since
-    return min(1.0, job.effort.productive_seconds / wall) if wall > 0 else None
+    whole = account(job, now)
+    wall = now - whole.since
+    return min(1.0, whole.productive_seconds / wall) if wall > 0 else None
+
+
+def account(job: JobView, now: float) -> EffortRecord:
+    """What was counted in this term and in those before it. Between two terms what was reserved stayed reserved."""
+    effort, past = reserve(job.effort, now, job.effort.num_reserved), job.past
+    best = [value for value in (effort.best_gpu_seconds_per_step, past.best_gpu_seconds_per_step if past else None) if value is not None]
+    between = max(0.0, effort.since - past.until) * past.num_reserved if past else 0.0
+    return EffortRecord(
+        since=past.since if past else effort.since,
+        until=max(now, effort.reserved_at),
+        reserved_gpu_seconds=effort.reserved_gpu_seconds + (past.reserved_gpu_seconds + between if past else 0.0),
+        num_reserved=effort.num_reserved,
+        productive_seconds=effort.productive_seconds + (past.productive_seconds if past else 0.0),
+        best_gpu_seconds_per_step=min(best, default=None),
+        base_step=past.base_step if past else job.effort_base,
+        frontier=job.frontier,
+    )
 
 
 def scaling_efficiency(job: JobView) -> dict[str, float]:

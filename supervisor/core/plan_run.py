@@ -6,7 +6,7 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ledger, membership, meshes, observe, plan_form, preempt, rates, symptoms
+from regrow.supervisor.core import goodput, ledger, membership, meshes, observe, plan_form, preempt, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -44,7 +44,8 @@ def plan(
     if generation.first_step_at is None:
         return
     _tell_rate(job, generation, now, draft)
-    _restore_budget(job, policy, now, draft)
+    if not _restore_budget(job, policy, now, draft):
+        _account(job, policy, now, draft)
     off = observe.held(view, policy, "growth")
     made = Draft() if off else draft
     _grow(view, job, generation, policy, now, taken, made)
@@ -274,15 +275,25 @@ def _tell_rate(job: JobView, generation: GenerationView, now: float, draft: Draf
     )
 
 
-def _restore_budget(job: JobView, policy: Policy, now: float, draft: Draft) -> None:
+def _account(job: JobView, policy: Policy, now: float, draft: Draft) -> None:
+    """Keep the account of goodput where the next leader finds it; never a reason to be woken."""
+    told = job.ledger.effort
+    if job.effort.best_gpu_seconds_per_step is None or now < (told.until if told else job.effort.since) + policy.account_seconds:
+        return
+    book = msgspec.structs.replace(job.ledger, effort=goodput.account(job, now))
+    draft.act(a.SaveLedger(job=job.spec.job, ledger=book), because=f"the account of {job.spec.job} up to step {job.frontier}")
+
+
+def _restore_budget(job: JobView, policy: Policy, now: float, draft: Draft) -> bool:
     due = ledger.restore_due(job.ledger, policy, now)
     if due is None:
-        return
+        return False
     if now < due:
         draft.look(due)
-        return
+        return False
     book = msgspec.structs.replace(job.ledger, restored_at=now, frontier=max(job.ledger.frontier, job.frontier))
     draft.act(
         a.SaveLedger(job=job.spec.job, ledger=book),
         because=f"budgets of {job.spec.job} are restored: {policy.healthy_seconds:.0f} s of progress",
     )
+    return True

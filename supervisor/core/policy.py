@@ -82,6 +82,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Generations in a row that could not be started (no charge): the job is parked and a person is called."""
     healthy_seconds: float = 1800.0
     """Budgets are restored after this time of progress without an incident."""
+    account_seconds: float = 300.0
+    """How often a job's account of goodput is written to the store: a new leader goes on from it."""
     budget_window_seconds: float = 86_400.0
     """Older charges do not count."""
     infrastructure_factor: int = 10

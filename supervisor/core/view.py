@@ -8,7 +8,7 @@ import msgspec
 
 from regrow import wire
 from regrow.supervisor.core.links import Reach
-from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
+from regrow.supervisor.core.records import EffortRecord, LedgerRecord, QuarantineRecord
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,6 +282,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     frontier: int = 0
     """Highest completed step of the lineage."""
     effort_base: int = 0
+    past: EffortRecord | None = None
+    """What earlier leaders counted; `effort` is of this term."""
     """The step that this run continued from: earlier ones are not its work."""
     loss: float | None = None
     samples: int = 0

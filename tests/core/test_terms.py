@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from world import POLICY, World, hello, running, spec
 
+from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import goodput, rates
 from regrow.supervisor.core.records import Charge, LedgerRecord
@@ -69,6 +72,38 @@ def test_goodput_is_known_again_after_a_few_steps_of_the_adopted_generation() ->
     assert after.job.effort.best_gpu_seconds_per_step is not None
     assert goodput.ratio(after.job, after.now) is not None
     assert str(after.generation.spec.mesh) in after.job.mesh_seconds
+
+
+def test_goodput_and_ettr_go_on_over_a_change_of_leader() -> None:
+    """The account is in the ledger; what passed between it and the new leader's first report is counted from the steps."""
+    world = running("n0", "n1", steps=10)
+    world.now += 100.0
+    world.steps(11, 300)
+    assert [action.ledger.effort.frontier for action in world.take(a.SaveLedger)] == [197]
+    ratio, ettr = goodput.ratio(world.job, world.now), goodput.ettr(world.job, world.now)
+    assert ratio is not None
+    assert ettr is not None
+    assert ettr < 0.8
+    after = next_leader(world)
+    assert goodput.ratio(after.job, after.now) is None, "nobody said yet which step it is"
+    after.step(301, num_steps=1)
+    after.steps(302, 306)
+    assert goodput.ratio(after.job, after.now) == pytest.approx(ratio, rel=0.01)
+    assert goodput.ettr(after.job, after.now) == pytest.approx(ettr, rel=0.01)
+    third = next_leader(after)
+    third.step(307)
+    assert goodput.ettr(third.job, third.now) == pytest.approx(ettr, rel=0.02)
+
+
+def test_a_restored_budget_and_the_account_do_not_overwrite_each_other() -> None:
+    world = running("n0", "n1", steps=10)
+    world.exit(3, exit_code=1)
+    world.wait(10.0)
+    world.steps(3, 4_000)
+    books = [action.ledger for action in world.take(a.SaveLedger)]
+    assert sum(one.restored_at is not None and two.restored_at is None for one, two in itertools.pairwise(books)) == 0
+    assert world.job.ledger.restored_at is not None
+    assert world.job.ledger.effort is not None
 
 
 def test_word_of_a_checkpoint_that_was_removed_since_does_not_bring_it_back() -> None:
