@@ -129,24 +129,24 @@ def reached(site: Site, phase: str, known: set[str]) -> Callable[[], Any]:
 def test_second_fault_in_a_phase_of_a_recovery(site: Site, phase: str, fault: Callable[[Site], Callable[[], None]]) -> None:
     log = site.folder / "log"
     site.until(
-        lambda: len(site.connected()) == 4 and site.job().get("world_size") == 4 and site.job()["state"] == "running", "full strength"
+        lambda: len(site.connected()) == 4 and (job := site.job()).get("world_size") == 4 and job["state"] == "running", "full strength"
     )
-    old = site.job()
+    old = site.until(site.job, "the job's document")
     site.until(lambda: site.committed() > old["frontier"], "a checkpoint of this generation")
-    known = {item["at"] for item in site.job()["incidents"]}
-    before, committed = site.job()["generation"], site.committed()
+    now = site.until(site.job, "the job's document")
+    known, before, committed = {item["at"] for item in now["incidents"]}, now["generation"], now["checkpoint"]["step"]
     site.lose_power("a3")
     if phase != "detect":
         site.until(reached(site, phase, known), f"phase {phase}")
     repair = fault(site)
 
-    def recovered() -> bool:
+    def recovered() -> dict[str, Any]:
         job = site.job()
         fresh = [item for item in job.get("incidents", []) if item["at"] not in known]
-        return job.get("state") == "running" and job["generation"] > before and bool(fresh) and all(item["closed"] for item in fresh)
+        over = job.get("state") == "running" and job["generation"] > before and bool(fresh) and all(item["closed"] for item in fresh)
+        return job if over else {}
 
-    site.until(recovered, "a recovery")
-    job = site.job()
+    job = site.until(recovered, "a recovery")
     taken_up = restored(log, before)
     assert all(number >= committed for number in taken_up.values()), (committed, taken_up)
     last = [item for item in job["incidents"] if item["at"] not in known][-1]
@@ -161,9 +161,9 @@ def test_second_fault_in_a_phase_of_a_recovery(site: Site, phase: str, fault: Ca
 def test_b05_a_dead_node_is_found_while_etcd_restarts_again_and_again(site: Site) -> None:
     """Leases start anew with each election of etcd: the dead node's key lives on, and the node is found by its connection all the same."""
     site.until(
-        lambda: len(site.connected()) == 4 and site.job().get("world_size") == 4 and site.job()["state"] == "running", "full strength"
+        lambda: len(site.connected()) == 4 and (job := site.job()).get("world_size") == 4 and job["state"] == "running", "full strength"
     )
-    known = {item["at"] for item in site.job()["incidents"]}
+    known = {item["at"] for item in site.until(site.job, "the job's document")["incidents"]}
     began = time.monotonic()
     site.lose_power("a3")
     for host in site.control:
