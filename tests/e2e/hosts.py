@@ -202,8 +202,12 @@ class Site:
         return [node["node"] for node in self.get("/v1/status").get("nodes", []) if node["connected"]]
 
     def job(self) -> dict[str, Any]:
-        """The job's document."""
+        """The job's document; empty when no leader gives it now."""
         return self.get("/v1/jobs/toy")
+
+    def current(self) -> dict[str, Any]:
+        """The job's document, as soon as a leader gives it."""
+        return self.until(self.job, "the job's document")
 
     def committed(self) -> int:
         """Step of the newest committed checkpoint that the leader knows."""

@@ -49,17 +49,17 @@ def state_of(site: Site, node: str) -> str:
 @pytest.mark.parametrize(("arriving", "leaving"), [(True, True), (True, False), (False, True)], ids=["both ways", "arriving", "leaving"])
 def test_management_network_cut_while_training_is_healthy(site: Site, arriving: bool, leaving: bool) -> None:
     """No word of the node is heard and steps complete all the same: suspect, and nothing happens to it."""
-    workers, incidents = site.workers(), site.job()["incidents"]
+    workers, incidents = site.workers(), site.current()["incidents"]
     assert len(workers) == 3
     site.network.cut("a1", [network.MANAGEMENT], arriving=arriving, leaving=leaving)
     if leaving:
         site.until(lambda: state_of(site, "a1") in ("suspect", "gone"), "a suspect")
-    begin = step(site)
+    begin = site.current()["step"]
     site.until(lambda: step(site) >= begin + 40, "forty steps")
     site.network.heal("a1")
     site.until(lambda: len(site.connected()) == 3 and state_of(site, "a1") == "member", "heard again")
     assert site.workers() == workers
-    assert site.job()["incidents"] == incidents
+    assert site.current()["incidents"] == incidents
 
 
 def test_b07_beats_are_no_writes(site: Site) -> None:
@@ -73,42 +73,41 @@ def test_b07_beats_are_no_writes(site: Site) -> None:
 
 def test_leaders_host_cut_off(site: Site) -> None:
     """Supervisor and etcd member of one host alone: another leads, the old one knows that it does not, no worker is touched."""
-    workers, old, incidents = site.workers(), site.leader(), site.job()["incidents"]
+    workers, old, incidents = site.workers(), site.leader(), site.current()["incidents"]
     epoch = site.get("/v1/status")["epoch"]
     site.network.cut(old)
     site.until(lambda: site.leader() not in ("", old), "another leader")
     site.until(lambda: site.ask(old, "/healthz").get("leading") is False, "the old one stepped down")
     site.until(lambda: len(site.connected()) == 3, "all agents at the new one")
-    begin = step(site)
+    begin = site.current()["step"]
     site.until(lambda: step(site) > begin + 5, "steps")
     site.network.heal(old)
     assert site.get("/v1/status")["epoch"] > epoch
     assert site.workers() == workers
-    assert [item["id"] for item in site.job()["incidents"]] == [item["id"] for item in incidents]
+    assert [item["id"] for item in site.current()["incidents"]] == [item["id"] for item in incidents]
 
 
 def test_data_network_of_one_host_cut(site: Site) -> None:
     """All members hang alike and are heard all the same. What they say of each other names the one that nobody reaches: the job goes
     on without it, and with it again when an operator says that it is mended."""
-    known, epoch = {item["id"] for item in site.job()["incidents"]}, site.get("/v1/status")["epoch"]
+    known = {item["id"] for item in site.current()["incidents"]}
     site.network.cut("a1", [network.DATA])
     site.until(lambda: any(item["recovered"] for item in site.job().get("incidents", []) if item["id"] not in known), "a recovery")
-    job = site.job()
+    job = site.current()
     assert [node["node"] for node in job["nodes"] if node["ranks"]] == ["a0", "a2"]
     (incident,) = (item for item in job["incidents"] if item["id"] not in known)
     assert (incident["kind"], incident["node"], incident["cause"]) == ("unreachable", "a1", "infrastructure")
     assert incident["text"] == "2 of 2 peers cannot reach a1 on the data network"
-    assert site.get("/v1/status")["epoch"] == epoch, "the management network was never cut"
     site.network.heal("a1")
     site.ask(site.leader(), "/v1/nodes/a1/clear", b"{}")
-    site.until(lambda: site.job().get("world_size") == 3 and site.job()["state"] == "running", "three hosts again")
+    site.until(lambda: (job := site.job()).get("world_size") == 3 and job["state"] == "running", "three hosts again")
     assert_no_orphan(site)
 
 
 def test_host_loses_power_and_the_leader_dies_while_it_is_replaced(site: Site, twin: dict[int, float]) -> None:
     """The state goes on from the newest committed checkpoint or later, one generation publishes, nothing is left of the old one."""
     log = site.folder / "log"
-    before, known = site.job()["generation"], {item["id"] for item in site.job()["incidents"]}
+    before, known = site.current()["generation"], {item["id"] for item in site.current()["incidents"]}
     committed = site.committed()
     site.lose_power("a2")
 
@@ -118,7 +117,7 @@ def test_host_loses_power_and_the_leader_dies_while_it_is_replaced(site: Site, t
     site.until(lambda: any(item["phase"] not in ("", "detect") for item in fresh()), "a decision")
     site.kill(f"supervisor {site.leader()}")
     site.until(lambda: any(item["recovered"] for item in fresh()), "a recovery")
-    job = site.job()
+    job = site.current()
     assert [node["node"] for node in job["nodes"] if node["ranks"]] == ["a0", "a1"]
     (incident,) = fresh()
     assert incident["kind"] == "node_lost"

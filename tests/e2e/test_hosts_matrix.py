@@ -131,9 +131,9 @@ def test_second_fault_in_a_phase_of_a_recovery(site: Site, phase: str, fault: Ca
     site.until(
         lambda: len(site.connected()) == 4 and (job := site.job()).get("world_size") == 4 and job["state"] == "running", "full strength"
     )
-    old = site.until(site.job, "the job's document")
+    old = site.current()
     site.until(lambda: site.committed() > old["frontier"], "a checkpoint of this generation")
-    now = site.until(site.job, "the job's document")
+    now = site.current()
     known, before, committed = {item["at"] for item in now["incidents"]}, now["generation"], now["checkpoint"]["step"]
     site.lose_power("a3")
     if phase != "detect":
@@ -163,7 +163,7 @@ def test_b05_a_dead_node_is_found_while_etcd_restarts_again_and_again(site: Site
     site.until(
         lambda: len(site.connected()) == 4 and (job := site.job()).get("world_size") == 4 and job["state"] == "running", "full strength"
     )
-    known = {item["at"] for item in site.until(site.job, "the job's document")["incidents"]}
+    known = {item["at"] for item in site.current()["incidents"]}
     began = time.monotonic()
     site.lose_power("a3")
     for host in site.control:
