@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def step(site: Site) -> int:
     """Completed steps, as the leader knows."""
-    return site.job().get("step") or 0
+    return site.current().get("step") or 0
 
 
 def state_of(site: Site, node: str) -> str:
@@ -54,7 +54,7 @@ def test_management_network_cut_while_training_is_healthy(site: Site, arriving: 
     site.network.cut("a1", [network.MANAGEMENT], arriving=arriving, leaving=leaving)
     if leaving:
         site.until(lambda: state_of(site, "a1") in ("suspect", "gone"), "a suspect")
-    begin = site.current()["step"]
+    begin = step(site)
     site.until(lambda: step(site) >= begin + 40, "forty steps")
     site.network.heal("a1")
     site.until(lambda: len(site.connected()) == 3 and state_of(site, "a1") == "member", "heard again")
@@ -79,7 +79,7 @@ def test_leaders_host_cut_off(site: Site) -> None:
     site.until(lambda: site.leader() not in ("", old), "another leader")
     site.until(lambda: site.ask(old, "/healthz").get("leading") is False, "the old one stepped down")
     site.until(lambda: len(site.connected()) == 3, "all agents at the new one")
-    begin = site.current()["step"]
+    begin = step(site)
     site.until(lambda: step(site) > begin + 5, "steps")
     site.network.heal(old)
     assert site.get("/v1/status")["epoch"] > epoch
