@@ -22,13 +22,17 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     source: str
     per_thousand_nodes: float = 0.0
     sigma: float = 0.0
+    values: tuple[float, ...] = ()
+    """Measured ones, to draw from in place of the distribution: a start is warm or cold, and never in between."""
 
     def at(self, nodes: int) -> float:
         """Median for a cluster of this many nodes."""
         return self.median + self.per_thousand_nodes * nodes / 1000.0
 
     def sample(self, rng: random.Random, nodes: int = 0) -> float:
-        """One draw. Exactly one number is taken from `rng`, whatever the parameters."""
+        """One draw. One number is taken from `rng`, whatever the parameters."""
+        if self.values:
+            return self.values[int(rng.random() * len(self.values))]
         noise = rng.gauss(0.0, 1.0)
         return self.at(nodes) * math.exp(self.sigma * noise)
 
@@ -91,7 +95,7 @@ def load(file: Path | None = None, **changes: float) -> Constants:
         raise ConfigurationError(f"wrong constants: {error}", where=str(file or "constants.toml"), hint="see docs/simulator.md") from error
     for name in made.__struct_fields__:
         delay = made.named(name)
-        for value in (delay.median, delay.sigma, delay.per_thousand_nodes):
+        for value in (delay.median, delay.sigma, delay.per_thousand_nodes, *delay.values):
             if not math.isfinite(value) or value < 0:
                 raise ConfigurationError(f"{name} is {value}", where=str(file or "constants.toml"), hint="give seconds of at least 0")
     return made

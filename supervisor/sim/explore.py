@@ -18,6 +18,8 @@ from regrow.ids import MeshShape
 
 _NODES = ("a", "b")
 _STEPS = (10, 20)
+_FAILED = -1
+"""In the place of a node: the report that a save failed."""
 
 
 class State(NamedTuple):
@@ -26,7 +28,7 @@ class State(NamedTuple):
     durable: frozenset[tuple[int, int]] = frozenset()
     """(step, node) whose shards are on storage."""
     reported: tuple[tuple[int, int], ...] = ()
-    """(step, node) reports that the committing agent has folded, in order; lost with it."""
+    """(step, node) reports that the committing agent has folded, in order; lost with it. A node of `_FAILED`: a save failed."""
     failed: frozenset[int] = frozenset()
     """Steps that a node could not write."""
     records: frozenset[int] = frozenset()
@@ -77,12 +79,16 @@ def _report(step: int, node: int) -> wire.ShardsDurable:
     )
 
 
+def _failure(step: int) -> wire.ShardsFailed:
+    return wire.ShardsFailed(job="j", generation=1, step=_STEPS[step], node=_NODES[0], reason="no space")
+
+
 def _complete(state: State) -> set[int]:
     """Steps that the production collector calls complete after these reports."""
     collector = Collector(_spec())
     found: set[int] = set()
     for step, node in state.reported:
-        if collector.add(_report(step, node)).kind == "complete":
+        if collector.add(_failure(step) if node == _FAILED else _report(step, node)).kind == "complete":
             found.add(step)
     return found
 
@@ -96,6 +102,8 @@ def moves(state: State, *, fenced: bool = True, most_crashes: int = 2) -> Iterat
         for node in range(len(_NODES)):
             if (step, node) in state.durable and state.committer and (step, node) not in state.reported:
                 yield f"report {step}{node}", state._replace(reported=(*state.reported, (step, node)))
+        if step in state.failed and state.committer and (step, _FAILED) not in state.reported:
+            yield f"report failure {step}", state._replace(reported=(*state.reported, (step, _FAILED)))
     if state.committer:
         for step in sorted(_complete(state)):
             if step not in state.records:
@@ -121,7 +129,7 @@ def _crashes(after: State, state: State) -> Iterator[tuple[str, State]]:
     if state.store:
         yield "store down", after._replace(store=False)
     for step in range(len(_STEPS)):
-        if step not in state.records and step not in state.failed:
+        if step not in state.records and step not in state.failed and not _whole(state, step):
             yield f"write fails {step}", after._replace(failed=state.failed | {step})
 
 

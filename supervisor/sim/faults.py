@@ -33,6 +33,8 @@ KINDS = (
     "damage",
 )
 """What may break: see `inject`. The first seven are what a training run sees; the rest is the world around it."""
+RECORDED = ("killed", "sick")
+"""Further kinds that only a run's journal has: all processes of a node killed; a part condemned while its worker runs."""
 DISTURBING = ("gpu", "host", "program", "network", "hang", "leave", "sdc")
 
 
@@ -248,7 +250,7 @@ def _of_journal(path: Path, setup: Setup) -> list[Fault]:
     found: list[Fault] = []
     places: dict[str, int] = {}
     start: float | None = None
-    for entry in _entries(path):
+    for entry in entries(path):
         at = float(entry.get("at", 0.0))
         start = at if start is None else start
         incident = (entry.get("data") or {}).get("incident") if entry.get("kind") in ("record_generation", "park_job") else None
@@ -262,7 +264,12 @@ def _of_journal(path: Path, setup: Setup) -> list[Fault]:
     return found
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
+def entries(path: Path) -> list[dict[str, Any]]:
+    """Entries of a journal: SQLite, or lines of JSON.
+
+    Raises:
+        ConfigurationError: neither.
+    """
     try:
         if path.read_bytes()[:15] == b"SQLite format 3":
             database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)

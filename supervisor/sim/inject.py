@@ -40,14 +40,17 @@ class Injector:
             "storage": self._storage,
             "silence": self._silence,
             "damage": self._damage,
+            "killed": self._killed,
+            "sick": self._sick,
         }
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
         """Everything at its time."""
         for fault in faults:
-            self._world.loop.at(fault.at, lambda fault=fault: self._happen(fault))
+            self._world.loop.at(fault.at, lambda fault=fault: self.happen(fault))
 
-    def _happen(self, fault: Fault) -> None:
+    def happen(self, fault: Fault) -> None:
+        """Now, whatever its own instant says."""
         world = self._world
         self._number += 1
         world.num_faults += 1
@@ -181,6 +184,23 @@ class Injector:
         run.diverged_at = run.completed(world.now) + 1 if run.diverged_at is None else run.diverged_at
         world.loop.after(world.draw("sdc_seen"), lambda: world.life.sdc_seen(run, node))
         self._repaired(fault, node, host=False)
+
+    # --- what a recorded run saw besides
+
+    def _killed(self, fault: Fault, node: Node) -> None:
+        """All processes of a node are killed at once; the host lives and starts them again."""
+        if node.up:
+            self._world.life.processes_end(node, "closed by the agent")
+            self._repaired(fault, node, host=True)
+
+    def _sick(self, fault: Fault, node: Node) -> None:
+        """The health monitor condemns a part while the workers still run: the node is drained."""
+        if node.up:
+            node.health = wire.HealthVerdict(
+                state="unhealthy", action="reset", reason=fault.component, device_uuids=node.devices(), incident=f"x{self._number}"
+            )
+            verdict = node.health
+            self._world.tell(node, lambda at: e.NodeHealth(at=at, node=node.name, verdict=verdict))
 
     # --- the world around it
 

@@ -238,22 +238,18 @@ class Life:
         """An orderly restart at the end of a repair. A member takes its run with it."""
         if not node.up:
             return
-        self.settle()
-        self._world.disconnect(node, "host restarts")
-        run = self.current(node)
-        node.up = node.agent = False
-        node.running, node.exits, node.told = 0, (), ()
-        if run is not None:
-            self.break_run(run, lost_shards=True)
-            self.peers_fail(run, "exit_report")
+        self.processes_end(node, "host restarts")
         self._world.loop.after(_REBOOT_SECONDS, lambda: self.host_back(node, replaced=replaced))
 
     def leaves(self, node: Node) -> None:
         """The leader released it, or its notice is over."""
-        if not node.up or not node.leaving:
-            return
+        if node.up and node.leaving:
+            self.processes_end(node, f"left: {node.leaving}")
+
+    def processes_end(self, node: Node, reason: str) -> None:
+        """Agent, workers and writer of a node end together; the kernel closes their connections, so that peers see it at once."""
         self.settle()
-        self._world.disconnect(node, f"left: {node.leaving}")
+        self._world.disconnect(node, reason)
         run = self.current(node)
         node.up = node.agent = False
         node.running, node.exits, node.told = 0, (), ()

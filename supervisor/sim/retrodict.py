@@ -9,9 +9,10 @@ import msgspec
 from regrow.ids import MeshShape
 from regrow.supervisor.sim import constants, faults, models
 from regrow.supervisor.sim.faults import Fault
+from regrow.supervisor.sim.servers import Fleet, Servers
 from regrow.supervisor.sim.setup import Setup
 from regrow.supervisor.sim.simulate import run_seed
-from regrow.supervisor.sim.world import policy_of
+from regrow.supervisor.sim.world import World, policy_of
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,17 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """None: it was not tried, see `why`."""
     reproduced: bool
     why: str
+
+
+class Fleeting(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated fleet did."""
+
+    ettr: float
+    failures: int
+    shrunk: float
+    """Share of the time lost because fewer nodes than wanted trained."""
+    lost_work: float
+    """Share of the time computed again; AIReSim has none."""
 
 
 RSC1_RATE = 6.50e-3
@@ -225,3 +237,60 @@ def ft_hsdp_claims() -> list[Claim]:
             ("3 min stalls, one replica absent", 0.80, replicas, part),
         )
     ]
+
+
+AIRESIM_RATIO = 0.6228
+"""Share of computing time at their defaults: 4,096 servers, 256 days, 20 min each restart (docs/SIMULATION_REPORT.md of their program)."""
+AIRESIM_RUN_SECONDS = 33.07 * 60.0
+"""Mean time between failures in that report."""
+
+
+def airesim_ettr(
+    *, nodes: int, spares: int, days: float, restart_seconds: float, servers: Servers | None = None, seed: int = 1
+) -> Fleeting:
+    """The fleet of AIReSim under our rules: a lost server is replaced by a spare, and comes back from its repair as one.
+
+    Args:
+        nodes: that the job needs.
+        spares: theirs are standbys, the rest of the pool, and servers preempted from other jobs; here all stand ready.
+        days: simulated.
+        restart_seconds: of each restart, nothing else costs time.
+        servers: failures and repairs; default: their table 1.
+        seed: of all draws.
+    """
+    zero = dict.fromkeys(
+        ("silence", "peer_error", "exit_report", "message", "record", "commit", "stop", "start", "restore", "first_step"), 0.0
+    )
+    setup = Setup(
+        constants=constants.load(None, **zero, lease=1.0, rendezvous=restart_seconds),
+        nodes=nodes,
+        days=days,
+        policy=f"spares:{spares}",
+        mesh=MeshShape(dp=nodes),
+        step_seconds=1.0,
+        save_seconds=0.0,
+        stall_seconds=0.0,
+        interval_seconds=10.0,
+        rate_per_gpu_hour=0.0,
+    )
+    patient = msgspec.structs.replace(
+        policy_of(setup),
+        backoff_seconds=0.0,
+        backoff_most_seconds=0.0,
+        phase_seconds=4 * restart_seconds,
+        start_seconds=8 * restart_seconds,
+        hang_first_step_seconds=8 * restart_seconds,
+    )
+    fleets: list[Fleet] = []
+
+    def prepare(world: World) -> None:
+        fleets.append(Fleet(world, servers or Servers(), random.Random(f"{seed}/fleet")))  # noqa: S311  # to be repeated
+        fleets[0].start()
+
+    summary = run_seed(setup, models.build(setup), lambda _rng: (), seed, policy=patient, prepare=prepare).summary
+    return Fleeting(
+        ettr=summary.ettr,
+        failures=fleets[0].num_failures,
+        shrunk=summary.lost_seconds["shrunk"] / summary.wall_seconds,
+        lost_work=summary.lost_seconds["lost_work"] / summary.wall_seconds,
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from regrow.ckpt.commit import Collector
+from regrow.errors import InternalError
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.sim import explore, faults
@@ -151,6 +153,38 @@ def test_checkpoint_states_times_crashes_to_the_end() -> None:
     assert found.endings > 0
 
 
+def test_the_exploration_leaves_nothing_out() -> None:
+    """The same states breadth first, by the moves alone."""
+    layer, known = {explore.State()}, {explore.State()}
+    while layer:
+        layer = {following for state in layer for _, following in explore.moves(state, most_crashes=1)} - known
+        known |= layer
+    assert explore.explore(most_crashes=1).states == len(known)
+    assert {state.crashes for state in known} == {0, 1}
+
+
 def test_the_exploration_sees_a_missing_fence() -> None:
     with pytest.raises(Exception, match="although generation 2 is current"):
         explore.explore(fenced=False)
+
+
+class Hasty(Collector):
+    """Complete with the first report."""
+
+    def _missing(self, step: int) -> tuple[int, ...]:
+        return ()
+
+
+class Forgiving(Collector):
+    """A report of another step counts."""
+
+    def _missing(self, step: int) -> tuple[int, ...]:
+        told = {rank for reports in self._reports.values() for report in reports.values() for rank in report.ranks}
+        return tuple(rank for rank in range(2) if rank not in told)
+
+
+@pytest.mark.parametrize("wrong", [Hasty, Forgiving])
+def test_the_exploration_sees_a_wrong_collector(monkeypatch: pytest.MonkeyPatch, wrong: type[Collector]) -> None:
+    monkeypatch.setattr(explore, "Collector", wrong)
+    with pytest.raises(InternalError, match="a shard is missing"):
+        explore.explore()

@@ -11,7 +11,7 @@ import typer
 from regrow.cli.output import Json, emit
 from regrow.errors import ConfigurationError
 
-_SIZE, _FAULTS, _COST, _RUN = "Cluster", "Failures", "Costs, in seconds", "Runs"
+_SIZE, _FAULTS, _COST, _RUN, _REAL = "Cluster", "Failures", "Costs, in seconds", "Runs", "Against runs that happened"
 
 
 def register(app: typer.Typer) -> None:
@@ -51,10 +51,20 @@ def simulate(
     curves: Annotated[
         Path | None, typer.Option(help="36 points: recovery time x failure rate x interval, as a page.", rich_help_panel=_RUN)
     ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help="Journal of a run with faults: simulate it and compare the recovery phases. Repeatable.", rich_help_panel=_REAL),
+    ] = None,
+    measure: Annotated[
+        list[Path] | None, typer.Option(help="Journals in which --against measures its delays. Repeatable.", rich_help_panel=_REAL)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Goodput of a policy on a failure trace, by the production decision core in virtual time."""
     flags: dict[str, Any] = dict(locals())
+    if against or measure:
+        _against(against or [], measure or [], seeds, as_json=json)
+        return
     from regrow.supervisor.sim import answer, show
 
     request = _request(flags)
@@ -70,6 +80,33 @@ def simulate(
             typer.echo(line)
 
     emit(document, as_json=json, human=human)
+
+
+def _against(journals: list[Path], measured_in: list[Path], seeds: int, *, as_json: bool) -> None:
+    from regrow.supervisor.sim import fidelity
+
+    if not journals or not measured_in:
+        raise ConfigurationError(
+            "a comparison needs journals of both kinds",
+            where="--against, --measure",
+            hint="measure delays in one run and try them on another: --measure RUN1 --against RUN2",
+        )
+    same = {path.resolve() for path in journals} & {path.resolve() for path in measured_in}
+    if same:
+        raise ConfigurationError(
+            f"{min(same)} is measured in and compared with", where="--against, --measure", hint="a run that is fitted proves nothing"
+        )
+    if seeds < 1:
+        raise ConfigurationError(f"{seeds} seeds", where="--seeds", hint="give at least 1")
+    document = fidelity.compare([fidelity.read(path) for path in measured_in], [fidelity.read(path) for path in journals], seeds=seeds)
+
+    def human() -> None:
+        for line in fidelity.text(document):
+            typer.echo(line)
+
+    emit(document, as_json=as_json, human=human)
+    if not document["ok"]:
+        raise typer.Exit(1)
 
 
 def _curves(request: Any, path: Path, *, as_json: bool) -> None:
