@@ -16,6 +16,7 @@ EVIDENCE = frozenset(
         "lease_expired",
         "node_health",
         "progress_stalled",
+        "peers_were_probed",
         "output_kept",
         "at_rest_mismatch",
         "non_finite_seen",

@@ -63,7 +63,9 @@ def measure(story: Story, job: JobStory, start: float, end: float) -> Measured |
         if step.seconds > 0:
             times.setdefault(step.generation, []).append(step.seconds)
     worlds = {item.number: item.world_size for item in job.generations}
-    known = [statistics.median(found) * worlds[number] for number, found in times.items() if len(found) >= _LEAST_STEPS]
+    known = [
+        statistics.median(found) * worlds[number] for number, found in times.items() if number in worlds and len(found) >= _LEAST_STEPS
+    ]
     reserved = sum(node.slots * (end - max(start, node.first_joined_at)) for node in story.nodes.values())
     steps = job.frontier - (job.base or 0)
     if not known or reserved <= 0 or end <= start or steps < 1:

@@ -84,6 +84,15 @@ def test_another_life_of_the_job_starts_its_count_anew() -> None:
     assert Story().read(journal.entries).jobs["gpt"].productive_seconds == pytest.approx(10.0)
 
 
+def test_a_generation_that_another_leader_formed_has_an_unknown_mesh_and_is_left_out() -> None:
+    """The journal of the leader that took over begins in the middle of it."""
+    journal = two_generations()
+    later = [entry for entry in journal.entries if entry.kind != "record_generation" or entry.generation != 1]
+    found = source.of_entries(later, job="", name="x").measured
+    assert found is not None
+    assert found.best_gpu_seconds_per_step == pytest.approx(1.5 * 2)
+
+
 def test_too_few_steps_say_nothing() -> None:
     journal = Journal()
     journal.join("n0", 2)
