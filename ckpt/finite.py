@@ -15,6 +15,9 @@ infinity)."""
 _NATIVE = {"float16": np.float16, "float32": np.float32, "float64": np.float64, "complex64": np.float32, "complex128": np.float64}
 
 
+_REFUSED = " holds NaN or infinity: not published"
+
+
 def is_finite(dtype: str, data: memoryview) -> bool:
     """False when any element is NaN or infinite. Types that cannot be are always finite.
 
@@ -34,3 +37,14 @@ def is_finite(dtype: str, data: memoryview) -> bool:
 def is_checked(name: str) -> bool:
     """Whether a tensor must be finite to be published: parameters and optimizer state; masks among buffers may be infinite."""
     return name.startswith(("model.", "optimizer."))
+
+
+def refusal(name: str) -> str:
+    """Why a snapshot with this tensor is not published."""
+    return f"{name}{_REFUSED}"
+
+
+def unpublished(reason: str) -> str:
+    """The tensor that a `refusal` names, as a part of a longer reason too; empty: it is none."""
+    before, found, _ = reason.partition(_REFUSED)
+    return before.rpartition(" ")[2] if found else ""

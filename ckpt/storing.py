@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from regrow.ckpt import faults
-from regrow.ckpt.finite import is_checked, is_finite
+from regrow.ckpt.finite import is_checked, is_finite, refusal
 from regrow.ckpt.layout import PAGE_BYTES, gaps
 from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest
 from regrow.ckpt.recycling import Recycler
@@ -60,7 +60,7 @@ def _digest(image: memoryview, chunks: list[Chunk], exempt: frozenset[str]) -> t
             block = image[at : min(at + BLOCK_BYTES, end)]
             blocks.append(xxhash.xxh3_128_hexdigest(block))
             if checked and not is_finite(chunk.dtype, block):
-                raise NotFiniteError(errno.EDOM, f"{chunk.name} holds NaN or infinity: not published")
+                raise NotFiniteError(errno.EDOM, refusal(chunk.name))
         done.append(msgspec.structs.replace(chunk, blocks=tuple(blocks)))
     return tuple(done)
 

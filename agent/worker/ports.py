@@ -69,6 +69,14 @@ class Watch(Protocol):
         """Name of a tensor that changed at rest since the last call; empty: none."""
         ...
 
+    def doubt(self, reason: str) -> None:
+        """Why the newest snapshot that was not published was not; empty: none was refused."""
+        ...
+
+    def poisoned(self) -> str:
+        """Name of a tensor of the state that is known to be not finite; empty: none is."""
+        ...
+
 
 class Live(Protocol):
     """What marks the state that survivors of a generation go on with."""
@@ -124,6 +132,13 @@ class NoWatch:
 
     def take_mismatch(self) -> str:
         """No mismatch."""
+        return ""
+
+    def doubt(self, reason: str) -> None:
+        """Nothing to look into."""
+
+    def poisoned(self) -> str:
+        """Nothing is known."""
         return ""
 
 

@@ -189,7 +189,9 @@ class StepLoop:
             self.watch.agreed_cost(agreed.digest_us, agreed.step_us)
         saves = agreed is not None and bool(agreed.save or agreed.stop or step == self.total)
         digest, mismatch = self.watch.applied(step, whole=saves), self.watch.take_mismatch()
-        nonfinite, self._nonfinite = self._nonfinite or measures.nonfinite, ""
+        if self.keeper is not None:
+            self.watch.doubt(self.keeper.last_reason())
+        nonfinite, self._nonfinite = self._nonfinite or measures.nonfinite or self.watch.poisoned(), ""
         verdict, self._found = self._found or (self.repeats.take_verdict() if self.repeats is not None else None), None
         self._damaged |= bool(mismatch)
         self._doubtful |= bool(nonfinite) or (verdict is not None and verdict.verdict == "diverged" and not verdict.repaired)

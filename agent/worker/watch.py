@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, local_part
+from regrow.ckpt.finite import unpublished
 
 WHOLE = (0, 1)
 MAX_PARTS = 1000
@@ -77,6 +78,7 @@ class StateWatch:
         self._modules = modules
         self._optimizers = optimizers
         self._digester = digester
+        self._suspects: tuple[str, ...] = ()
         self._faults = faults
         self._every = every or int(budget > 0.0)
         self._budget = budget
@@ -95,7 +97,30 @@ class StateWatch:
         found = [(name, local_part(parameter.grad)) for name, parameter in named_parameters(self._modules) if parameter.grad is not None]
         if not found or bool(torch.isfinite(torch.stack([gradient.detach().sum(dtype=torch.float32) for _, gradient in found]).sum())):
             return ""
-        return next((name for name, gradient in found if not bool(torch.isfinite(gradient).all())), "")
+        name = next((name for name, gradient in found if not bool(torch.isfinite(gradient).all())), "")
+        if name:
+            self._suspects = (f"model.{name}", f"optimizer.{name}.")
+        return name
+
+    def doubt(self, reason: str) -> None:
+        """Why a snapshot was not published: what it says of a tensor that is not finite is looked into."""
+        name = unpublished(reason)
+        if name:
+            self._suspects = (name,)
+
+    def poisoned(self) -> str:
+        """Name of a parameter or tensor of optimizer state that is not finite after an update from a gradient that was not, or in a
+        snapshot that was refused; empty: none. Such state can last without any sign in loss and gradients (a row of an embedding that
+        is never used), and nothing can be saved meanwhile."""
+        for name, tensor in self._tensors() if self._suspects else ():
+            if not name.startswith(self._suspects) or not tensor.is_floating_point():
+                continue
+            values = local_part(tensor)
+            declared = name.startswith("optimizer.") and name not in self._suspects  # some optimizers keep infinities by right
+            if bool((torch.isnan(values) if declared else ~torch.isfinite(values)).any()):
+                return name
+        self._suspects = ()
+        return ""
 
     def before_update(self) -> None:
         """Compare with the digest that was taken after the update before. Once a step; later calls do nothing."""
