@@ -182,9 +182,11 @@ class Replay:
 
     def _settle(self, evidence: list[Evidence], mine: list[Seen]) -> int:
         """Judge, and say which of this rank's runs counts."""
-        mismatch = not judging.calm(evidence, self._floor)
+        before = self._floor
+        mismatch = not judging.calm(evidence, before)
         if mismatch and self._floor == 0.0 and (judging.is_rounding(evidence) or judging.not_repeatable(evidence, 0.0)):
             self._floor = judging.noise(evidence)
+        if mismatch and self._floor > 0.0 and before == 0.0:
             reason = f"gradients do not repeat to the bit: noise floor {self._floor:.1e} of a norm from now on"
             self._verdict = ReplayVerdict(verdict="skipped", reason=reason)
             return 0

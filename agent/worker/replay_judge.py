@@ -22,6 +22,8 @@ FLOOR_MARGIN = 8.0
 ROUNDING = 1e-5
 """In norms of a gradient: float32 sums in another order differ by 1e-7 to 1e-6 of it."""
 LEAST_FLOOR = 1e-12
+MOST_NOISE = 1e-2
+"""Of half-precision sums of many terms with the margin. What differs more is wrong, or a program with random numbers of its own."""
 PROVEN_CHECKS = 3
 """Clean checks of all ranks after which a program counts as one that repeats to the bit."""
 _STREAM = 0x5EED_0F_4EB1A7
@@ -101,8 +103,10 @@ def is_rounding(evidence: Sequence[Evidence]) -> bool:
 
 
 def noise(evidence: Sequence[Evidence]) -> float:
-    """The floor from now on: the largest difference that was seen, times the margin; never 0, which means to the bit."""
-    return max(FLOOR_MARGIN * largest(evidence), LEAST_FLOOR)
+    """The floor from now on: the largest difference that was seen, times the margin. 0: it is too large for the order of sums to explain,
+    so nothing can be told from this check; a floor that high would call everything the same for ever."""
+    floor = max(FLOOR_MARGIN * largest(evidence), LEAST_FLOOR)
+    return floor if floor <= MOST_NOISE else 0.0
 
 
 def calm(evidence: Sequence[Evidence], floor: float) -> bool:

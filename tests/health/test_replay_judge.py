@@ -89,6 +89,14 @@ def test_ranks_of_one_replica_are_named_together_those_of_two_are_not() -> None:
 
 
 class TestNoise:
+    @pytest.mark.parametrize("sketch", [(1.0, 0.9, 0.25), (float("inf"), 0.5, 0.25), (float("nan"), 0.5, 0.25)])
+    def test_what_no_order_of_sums_explains_is_no_noise(self, sketch: tuple[float, ...]) -> None:
+        """A unit that is sick from the first check on: with a floor as high as that, all later checks would agree."""
+        runs = (Seen("a", (1.0, 0.5, 0.25)), Seen("b", sketch))
+        evidence = [own(0, *runs, clean=0)]
+        assert noise(evidence) == 0.0
+        assert judge(evidence, MeshShape(), 0.0).verdict == "skipped"
+
     def test_floor_is_the_measured_difference_with_a_margin(self) -> None:
         runs = (Seen("a", (1.0, 0.5, 0.25)), Seen("b", (1.0, 0.5 + 1e-7, 0.25)))
         evidence = [own(rank, *runs, clean=0) for rank in range(2)]
