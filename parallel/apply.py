@@ -71,6 +71,8 @@ class MeshModel:
         self.around: Callable[..., Any] = _directly
         """What does this rank's forward and backward passes of a step, before any sum over replicas: `regrow.attach().replay(...)`
         repeats them now and then and compares the gradients."""
+        self.computed: Callable[[], None] = _nothing
+        """Called between those passes and the sums over replicas: `regrow.attach().computed`, where no earlier sum waits for another rank."""
         self._stages = stages
         self._pipeline = pipeline
         self._loss_fn = loss_fn
@@ -123,6 +125,7 @@ class MeshModel:
         inputs, targets = (self._cut(tensor) for tensor in (inputs, targets))
         run = self._accumulate if self._pipeline is None else self._pipeline.forward_backward
         loss = self.around(run, *self._padded(inputs, targets, keys))
+        self.computed()
         broken = self._reduce()
         gradients = [(name, self._data.gradient_of(parameter)) for name, parameter in self._named]
         result = self._totals.settle(
@@ -204,6 +207,10 @@ class MeshModel:
 
 def _directly(compute: Callable[..., Any], *inputs: Tensor) -> Any:
     return compute(*inputs)
+
+
+def _nothing() -> None:
+    return None
 
 
 def apply_mesh(
