@@ -47,10 +47,12 @@ delay_seconds = 1
 quiet_seconds = 2.5
 [[fault]]
 kind = "command"
+node = "n0"
 argv = ["kill", "-STOP", "{writer}"]
 quiet_seconds = 0.5
 [[fault]]
 kind = "command"
+node = "n1"
 argv = ["kill", "-CONT", "{writer}"]
 quiet_seconds = 0.5
 [[fault]]
@@ -87,6 +89,8 @@ def test_network_clock_disk_evaluation_and_gradient_in_one_run(tmp_path: Path) -
     said = {mark["kind"]: mark["said"] for mark in card["marks"]}
     assert said["worker_hang"].startswith("hang")
     assert said["sick_gemm"].startswith("sdc")
+    log = (tmp_path / "run" / "nodes" / "n0" / "writer.log").read_text()
+    assert log.count("writer ready") == 2, "the stopped writer was replaced, not waited for"
 
 
 @pytest.mark.soak
@@ -96,3 +100,40 @@ def test_plans(plan: str, tmp_path: Path) -> None:
     if plan == "packets" and os.geteuid() != 0:
         pytest.skip("packets are lost in a network namespace, which root alone can make")
     run(plan, tmp_path, 880)
+
+
+SLOW = """
+name = "slow"
+seed = 4
+[cluster]
+nodes = 3
+[[fault]]
+kind = "worker_slow"
+ratio = 0.5
+steps = 120
+straggler = true
+[[fault]]
+kind = "command"
+node = "n1"
+argv = ["setsid", "-f", "sh", "-c", "for i in $(seq 200); do kill -STOP {pid}; sleep 0.05; kill -CONT {pid}; sleep 0.05; done"]
+straggler = true
+quiet_seconds = 22
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_slow_rank_of_the_example_is_named(tmp_path: Path) -> None:
+    """K01: by the worker library's own delay, and by a process that gets half of the time; nothing restarts."""
+    (tmp_path / "plan.toml").write_text(SLOW)
+    card = run(tmp_path / "plan.toml", tmp_path, 380)
+    assert (card["num_expected"], card["num_named_right"], card["num_false_alarms"]) == (2, 2, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", ["first", "second"])
+def test_plans_of_an_outsider(plan: str, tmp_path: Path) -> None:
+    """Cases E01, E03, J01, J03, K01, K03 and K07 as somebody would play them who knows the cases and not the detectors; docs/chaos.md has the
+    score of the first run of each."""
+    run(Path(__file__).parent / "outsider" / f"{plan}.toml", tmp_path, 880)

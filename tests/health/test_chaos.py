@@ -12,10 +12,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
 from regrow.chaos import plan as plans
 from regrow.chaos.kinds import COSTS, KINDS
 from regrow.chaos.score import Shot, card, judge, upper95
+from regrow.cli.app import build
+from regrow.cli.chaos import tell_card
 from regrow.errors import ConfigurationError
 
 
@@ -41,6 +44,7 @@ class TestPlan:
             ("[[fault]]\nkind = 'worker_kill'\nrank = 'x'", "not a number"),
             ("[[fault]]\nkind = 'nvml_noise'\nxid = 79", "no noise"),
             ("[[fault]]\nkind = 'worker_kill'\ncolour = 1", "colour"),
+            ("[[fault]]\nkind = 'worker_kill'\nstraggler = true", "straggler belongs"),
             ("[cluster]\nnodes = 0\n[[fault]]\nkind = 'worker_kill'", "needs a node"),
         ],
     )
@@ -61,6 +65,9 @@ class TestPlan:
         assert len(taken) <= nodes - 2
         for fault in drawn.fault:
             plans._check(fault, "drawn", drawn)
+
+
+SLOW = msgspec.structs.replace(KINDS["worker_slow"], straggler=True)
 
 
 def shot(kind: str, *, said: dict[str, Any] | None = None, seen: float = 2.0, **values: Any) -> Shot:
@@ -92,6 +99,10 @@ class TestScore:
             (shot("worker_kill", said={"kind": "worker_exit", "node": "n1", "rank": 1, "recovered": False}), "not_recovered"),
             (shot("worker_kill", injected=False), "not_injected"),
             (shot("nvml_lost", said={"kind": "unhealthy", "node": "n1", "rank": -1}), ""),
+            (shot("nvml_lost", said={"kind": "unhealthy"}), "unnamed"),
+            (shot("worker_slow", truth=SLOW, slow_rank=1), ""),
+            (shot("worker_slow", truth=SLOW), "miss"),
+            (shot("worker_slow", truth=SLOW, slow_rank=-1), "wrong_rank"),
             (shot("agent_kill"), ""),
             (shot("agent_kill", went_on=False), "not_recovered"),
             (shot("nvml_noise", said={"kind": "unhealthy", "node": "n1"}), "false_alarm"),
@@ -134,12 +145,32 @@ def regrow(*arguments: str | Path, timeout: float = 60) -> subprocess.CompletedP
     )
 
 
+def test_a_plans_script_is_looked_for_beside_the_plan(tmp_path: Path) -> None:
+    text = '[job]\nscript = "mine.py"\n[[fault]]\nkind = "worker_kill"\n'
+    (tmp_path / "p.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"no script 'mine\.py'"):
+        plans.load(str(tmp_path / "p.toml"))
+    (tmp_path / "mine.py").touch()
+    assert plans.load(str(tmp_path / "p.toml")).job.script == str(tmp_path / "mine.py")
+
+
+def test_a_card_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    long = {"id": "i", "kind": "hang", "node": "n10", "rank": 1023, "text": "word " * 80, "seconds": 1234.5, "lost_steps": 10**6}
+    shot = Shot(kind="worker_stop", node="n10", rank=1023, at=0.0, seen_at=123.4, deadline_seconds=200, incident=long, detail="why " * 80)
+    tell_card(card([shot], plan="p", seed=1, stray_incidents=1000, observed_seconds=1e6))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80, lines
+    assert sum("word word" in line for line in lines) > 1
+    assert any("why why" in line for line in lines)
+
+
 def test_ls_and_dry_run(tmp_path: Path) -> None:
-    listed = json.loads(regrow("chaos", "ls", "--json").stdout)
-    assert {one["name"] for one in listed["kinds"]} == set(KINDS)
-    drawn = regrow("chaos", "run", "--draw", "3", "--seed", "5", "--dry-run", "--json")
-    assert len(json.loads(drawn.stdout)["fault"]) == 3
-    assert regrow("chaos", "run", tmp_path / "absent.toml", "--json").returncode == 2
+    def invoked(*arguments: str | Path) -> Result:
+        return CliRunner().invoke(build(), ["chaos", *map(str, arguments), "--json"])
+
+    assert {one["name"] for one in json.loads(invoked("ls").stdout)["kinds"]} == set(KINDS)
+    assert len(json.loads(invoked("run", "--draw", "3", "--seed", "5", "--dry-run").stdout)["fault"]) == 3
+    assert isinstance(invoked("run", tmp_path / "absent.toml").exception, ConfigurationError)
     assert regrow("chaos", "run", "--json").returncode == 2
 
 

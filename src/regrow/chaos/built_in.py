@@ -20,7 +20,7 @@ xid = 79
     "gpu": """
 name = "gpu"
 [cluster]
-nodes = 4
+nodes = 5
 [[fault]]
 kind = "nvml_noise"
 xid = 13
@@ -30,6 +30,8 @@ kind = "nvml_ecc"
 kind = "nvml_hang"
 [[fault]]
 kind = "nvml_lost"
+[[fault]]
+kind = "nvml_recovery"
 """,
     "daemons": """
 name = "daemons"
@@ -173,19 +175,22 @@ hang_seconds = 10
 hang_phase_seconds = { save = 20, eval = 10 }
 [[fault]]
 kind = "command"
+node = "n0"
 argv = ["kill", "-STOP", "{writer}"]
 [[fault]]
 kind = "command"
-argv = ["kill", "-CONT", "{writer}"]
+argv = ["sh", "-c", "kill -STOP {writer}; sleep 1; kill -CONT {writer}"]
 quiet_seconds = 3
 [[fault]]
 kind = "command"
 argv = ["prlimit", "--pid", "{pid}", "--nofile=3:3"]
 [[fault]]
 kind = "command"
+node = "n1"
 argv = ["kill", "-STOP", "{shim}"]
 [[fault]]
 kind = "command"
+node = "n1"
 argv = ["kill", "-CONT", "{shim}"]
 quiet_seconds = 3
 [[fault]]

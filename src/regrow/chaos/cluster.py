@@ -13,6 +13,7 @@ from regrow.chaos.clock import FakeClock
 from regrow.chaos.relay import Relay, Weather
 from regrow.ckpt.faults import FILE_MARK
 from regrow.ckpt.faults import VARIABLE as STORAGE_FAULTS
+from regrow.errors import OperationalError
 from regrow.local.children import Recipe
 from regrow.local.cluster import ClusterPlan, LocalCluster
 
@@ -72,6 +73,16 @@ class ChaosCluster(LocalCluster):
         recipe = super()._agent_recipe(node)
         env = {**recipe.env, **self.clock(node).environment(), STORAGE_FAULTS: f"{FILE_MARK}{self.storage_faults}"}
         return dataclasses.replace(recipe, argv=_with(recipe.argv, "--store", self._stores[node]), env=env)
+
+    async def straggler(self, job: str) -> int | None:
+        """The rank of the job that the supervisor's metrics name as slow; -1: all; None: nobody, or no answer now."""
+        with contextlib.suppress(OperationalError):
+            text = await self.api.text("/metrics")
+            for line in text.splitlines():
+                name, _, value = line.rpartition(" ")
+                if name.startswith("regrow_straggler_rank{") and f'job_name="{job}"' in name:
+                    return int(float(value))
+        return None
 
     def break_storage(self, text: str) -> None:
         """Faults of all checkpoint writers from now on, in the words of `ckpt.faults`; empty: none."""

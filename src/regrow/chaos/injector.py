@@ -114,6 +114,7 @@ class Injector:
         """A program of the plan's author, in a process group of its own."""
         places = {name: str(pid) for name, pid in (await self._pids(node, rank)).items()}
         root = self._cluster.root
+        places["rank"] = str(rank)
         places |= {"state": str(self._cluster.node_state(node)), "root": str(root), "checkpoints": str(root / "checkpoints")}
         places["agent"] = str(self._cluster.children[f"agent {node}"].pid or 0)
         try:

@@ -26,6 +26,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     needs_library: bool = False
     """Only in jobs that use the worker library and run with chaos enabled."""
     within_seconds: float = 60.0
+    straggler: bool = False
+    """No incident, but the supervisor must name the rank as the one that became slow."""
 
 
 _KINDS = (
@@ -50,7 +52,7 @@ _KINDS = (
     ),
     Kind(
         name="worker_slow",
-        text="one rank is slower by a share of the step; nothing may restart",
+        text="one rank is slower by a share of the step; nothing may restart; with straggler = true it must be named as slow",
         level="worker",
         parameters=("ratio", "steps"),
         needs_library=True,
@@ -158,5 +160,13 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _KINDS}
 SEVERE_XIDS = (48, 62, 74, 79, 95, 119)
 NOISE_XIDS = (13, 31, 43, 45, 63)
 
-COSTS: dict[str, float] = {"miss": 5.0, "wrong_rank": 1.0, "wrong_node": 20.0, "wrong_kind": 2.0, "false_alarm": 10.0, "late": 1.0}
+COSTS: dict[str, float] = {
+    "miss": 5.0,
+    "wrong_rank": 1.0,
+    "unnamed": 1.0,
+    "wrong_node": 20.0,
+    "wrong_kind": 2.0,
+    "false_alarm": 10.0,
+    "late": 1.0,
+}
 """Weights of what can go wrong. Blaming a sound node costs far more than one miss: it takes hardware away and hides the fault."""

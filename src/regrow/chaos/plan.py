@@ -34,6 +34,7 @@ class JobPart(_Table, frozen=True, kw_only=True):
     kind: Literal["gpt", "small"] = "gpt"
     """Of the built-in job: the byte-level GPT of the demo, or a small network with evaluations and repeated micro-steps."""
     script: str = ""
+    """As seen from the plan's folder."""
     args: tuple[str, ...] = ()
     steps: int = 2000
     """Of the built-in job: enough that it outlives the plan; it is stopped when the plan is done."""
@@ -68,13 +69,17 @@ class Fault(_Table, frozen=True, kw_only=True):
     rate: float = 20_000.0
     """Bytes a second; net_rate: of everything, so take millions."""
     shift_seconds: float = 600.0
+    text: str = ""
+    """For the reader of the score card."""
     argv: tuple[str, ...] = ()
-    """command: {pid} {agent} {shim} {writer} {state} {root} {checkpoints} stand for the chosen rank's process, its node's daemons and
+    """command: {rank} {pid} {agent} {shim} {writer} {state} {root} {checkpoints} stand for the chosen rank's process, its node's daemons and
     folders. It is killed when the fault is over."""
     incidents: tuple[str, ...] = ()
     """command: kinds of incident that are a right answer; none: the job must go on without any."""
     names: Names = "nothing"
     """command: what the incident must name."""
+    straggler: bool = False
+    """worker_slow, command: `regrow_straggler_rank` must name the rank within the deadline; waits for the detector's warm-up before."""
     back_after: float = 2.0
     """node_kill: the node returns so many seconds after the recovery."""
 
@@ -83,8 +88,13 @@ class Fault(_Table, frozen=True, kw_only=True):
         """What Regrow must say."""
         known = KINDS[self.kind]
         if self.kind != "command":
-            return known
-        return msgspec.structs.replace(known, incidents=self.incidents, names=self.names)
+            return msgspec.structs.replace(known, straggler=self.straggler)
+        return msgspec.structs.replace(known, incidents=self.incidents, names=self.names, straggler=self.straggler)
+
+    @property
+    def words(self) -> str:
+        """What this fault does that its kind does not say."""
+        return self.text or " ".join(self.argv)
 
     @property
     def deadline_seconds(self) -> float:
@@ -121,7 +131,13 @@ def load(source: str) -> Plan:
         raise ConfigurationError(
             "no such plan", where=source, hint=f"name a TOML file, or one of {', '.join(BUILT_IN)}; `regrow chaos ls` shows what they do"
         ) from error
-    return parse(text, where=source)
+    plan = parse(text, where=source)
+    if not plan.job.script:
+        return plan
+    script = Path(source).parent / plan.job.script
+    if not script.is_file():
+        raise ConfigurationError(f"no script {plan.job.script!r}", where=f"{source}, [job]", hint="a path as seen from the plan's folder")
+    return msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, script=str(script.absolute())))
 
 
 def parse(text: str, *, where: str) -> Plan:
@@ -170,6 +186,8 @@ def _check_values(fault: Fault, where: str, plan: Plan) -> None:
         raise ConfigurationError("the GPT of the demo evaluates at its end only", where=where, hint='add kind = "small" to [job]')
     if (fault.kind == "command") != bool(fault.argv):
         raise ConfigurationError("argv belongs to kind command, and it needs one", where=where, hint='argv = ["kill", "-STOP", "{writer}"]')
+    if fault.straggler and (fault.incidents or fault.kind not in ("command", "worker_slow")):
+        raise ConfigurationError("straggler belongs to worker_slow and to a command without incidents", where=where)
     if fault.kind == "net_loss" and not 0 < fault.ratio < 1:
         raise ConfigurationError(f"ratio {fault.ratio} is no share of packets", where=where, hint="between 0 and 1")
     negative = [name for name in ("delay_seconds", "rate", "quiet_seconds", "within_seconds") if getattr(fault, name) < 0]

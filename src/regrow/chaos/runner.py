@@ -29,6 +29,9 @@ JOB = "chaos"
 _SETTLE_SECONDS = 180.0
 _RECOVER_SECONDS = 180.0
 _STOP_SECONDS = 20.0
+_LOOK_SECONDS = 0.2
+_WARM_UP_STEPS = 70
+"""A little more than the straggler detector needs in a generation."""
 
 
 class Runner:
@@ -131,12 +134,19 @@ class Runner:
     # --- one fault
 
     async def _shoot(self, fault: Fault, follower: Follower) -> None:
-        await self._settled(follower)
+        try:
+            await self._settled(follower, _WARM_UP_STEPS if fault.truth.straggler else 2)
+        except OperationalError as error:  # the card says so, and what was seen before is not lost
+            never = Shot(kind=fault.kind, at=time.monotonic(), deadline_seconds=0.0, injected=False, detail=str(error), truth=fault.truth)
+            self._shots.append(never)
+            return
         node, rank = self._target(fault, follower.document)
         known = self._incident_ids(follower.document)
         step = int(follower.document.get("step") or 0)
         at = time.monotonic()
-        shot = Shot(kind=fault.kind, node=node, rank=rank, at=at, deadline_seconds=fault.deadline_seconds, truth=fault.truth)
+        shot = Shot(
+            kind=fault.kind, node=node, rank=rank, at=at, deadline_seconds=fault.deadline_seconds, truth=fault.truth, detail=fault.words
+        )
         try:
             if fault.kind == "checkpoint_flip":
                 await self._reached(follower, lambda _: self._surroundings.num_checkpoints() >= 2, _SETTLE_SECONDS)
@@ -145,7 +155,10 @@ class Runner:
         except OperationalError as error:
             self._shots.append(msgspec.structs.replace(shot, injected=False, detail=str(error)))
             return
+        watching = asyncio.create_task(self._slow_rank(shot)) if fault.truth.straggler else None
         seen = await self._first_incident(fault.truth, fault, follower, known)
+        if watching is not None:
+            shot = await watching
         self._injector.heal()
         if seen is not None:
             shot = msgspec.structs.replace(shot, seen_at=self._seen[seen["id"]], incident=seen)
@@ -163,11 +176,20 @@ class Runner:
             return None
         return next((one for one in follower.document.get("incidents", []) if one["id"] == shot.incident["id"]), shot.incident)
 
-    async def _settled(self, follower: Follower) -> None:
+    async def _slow_rank(self, shot: Shot) -> Shot:
+        """Whom the supervisor names as slow, until the deadline."""
+        while (now := time.monotonic()) < shot.at + shot.deadline_seconds:
+            rank = await self._cluster.straggler(JOB)
+            if rank is not None:
+                return msgspec.structs.replace(shot, slow_rank=rank, seen_at=now)
+            await asyncio.sleep(_LOOK_SECONDS)
+        return shot
+
+    async def _settled(self, follower: Follower, num_steps: int) -> None:
         generation, step = follower.document.get("generation"), int(follower.document.get("step") or 0)
 
         def ready(now: dict[str, Any]) -> bool:
-            further = int(now.get("step") or 0) >= step + 2 or now.get("generation") != generation
+            further = int(now.get("step") or 0) >= step + num_steps or (num_steps <= 2 and now.get("generation") != generation)
             saved = (now.get("checkpoint") or {}).get("step") is not None
             return now.get("state") == "running" and saved and further and not _open(now)
 

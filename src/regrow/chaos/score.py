@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import msgspec
 
 from regrow.chaos.kinds import COSTS, KINDS, Kind
 
-Error = Literal["", "miss", "wrong_rank", "wrong_node", "wrong_kind", "false_alarm", "late", "not_injected", "not_recovered"]
+Error = Literal["", "miss", "wrong_rank", "wrong_node", "wrong_kind", "unnamed", "false_alarm", "late", "not_injected", "not_recovered"]
 
 
 class Shot(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +29,8 @@ class Shot(msgspec.Struct, frozen=True, kw_only=True):
     """That incident as `job show` has it, at the end."""
     truth: Kind | None = None
     """What had to be said; None: what its kind says."""
-    node_of_rank: str = ""
+    slow_rank: int | None = None
+    """Whom the supervisor named as the straggler; None: nobody."""
     went_on: bool = True
     """The job completed further steps afterwards."""
 
@@ -48,6 +50,8 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int | None = None
     incident: str = ""
     said: str = ""
+    detail: str = ""
+    """What was done, where the kind does not say it, or why it could not be done."""
     cost: float = 0.0
 
 
@@ -76,14 +80,15 @@ def judge(shot: Shot) -> Mark:
         kind=shot.kind,
         node=shot.node,
         rank=shot.rank,
-        detected=bool(said) == bool(truth.incidents),
+        detected=bool(said) == bool(truth.incidents) and (not truth.straggler or shot.slow_rank is not None),
         named_right=False,
         recovered=bool(said.get("recovered")) if said else shot.went_on,
-        detect_seconds=shot.seen_at - shot.at if shot.seen_at is not None and said else None,
+        detect_seconds=shot.seen_at - shot.at if shot.seen_at is not None else None,
         recover_seconds=float(seconds) if seconds is not None else None,
         lost_steps=said.get("lost_steps"),
         incident=str(said.get("id", "")),
-        said=f"{said.get('kind')}: {said.get('text')}" if said else "",
+        detail=shot.detail,
+        said=f"{said.get('kind')}: {said.get('text')}" if said else "" if shot.slow_rank is None else f"slow: rank {shot.slow_rank}",
     )
     error = _error(shot, mark)
     return msgspec.structs.replace(
@@ -98,11 +103,15 @@ def _error(shot: Shot, mark: Mark) -> Error:
     if not truth.incidents:
         if said:
             return "false_alarm"
+        if truth.straggler and shot.slow_rank != shot.rank:
+            return "miss" if shot.slow_rank is None else "wrong_rank"
         return "" if shot.went_on else "not_recovered"
     if not said:
         return "miss"
     if said.get("node") and shot.node and said["node"] != shot.node and truth.names != "nothing":
         return "wrong_node"
+    if truth.names == "node" and not said.get("node"):
+        return "unnamed"
     if said.get("kind") not in truth.incidents:
         return "wrong_kind"
     if truth.names == "rank" and said.get("rank") != shot.rank:
@@ -119,7 +128,7 @@ def _truth(shot: Shot) -> Kind:
 def card(shots: Sequence[Shot], *, plan: str, seed: int, stray_incidents: int, observed_seconds: float) -> Card:
     """Add up. `stray_incidents`: incidents that belong to no fault."""
     marks = tuple(judge(shot) for shot in shots)
-    expected = [mark for mark, shot in zip(marks, shots, strict=True) if _truth(shot).incidents]
+    expected = [mark for mark, shot in zip(marks, shots, strict=True) if _truth(shot).incidents or _truth(shot).straggler]
     alarms = stray_incidents + sum(mark.error == "false_alarm" for mark in marks)
     hours = observed_seconds / 3600
     return Card(
@@ -138,7 +147,14 @@ def card(shots: Sequence[Shot], *, plan: str, seed: int, stray_incidents: int, o
 
 
 def upper95(count: int) -> float:
-    """One-sided 95 % upper bound of a Poisson mean after `count` events (Garwood): half the 0.95 quantile of chi-square with 2(count + 1) degrees."""
-    from scipy.stats import chi2
+    """One-sided 95 % upper bound of a Poisson mean after `count` events (Garwood 1936): the mean at which so few have a probability of 5 %."""
+    low, high = float(count), count + 10.0 + 4.0 * math.sqrt(count)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _at_most(count, middle) > 0.05 else (low, middle)
+    return high
 
-    return float(chi2.ppf(0.95, 2 * (count + 1))) / 2
+
+def _at_most(count: int, mean: float) -> float:
+    """Probability of `count` events or fewer."""
+    return math.fsum(math.exp(number * math.log(mean) - mean - math.lgamma(number + 1)) for number in range(count + 1)) if mean else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from regrow.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from regrow.chaos.score import Card
+
+_COLUMNS = 79
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +58,7 @@ def run(
 
     folder = Path(run_dir) if run_dir else Path("runs") / f"chaos-{chosen.name}-{chosen.seed}"
     card = asyncio.run(Runner(chosen, folder).run())
-    emit(card, as_json=as_json, human=lambda: _tell_card(card))
+    emit(card, as_json=as_json, human=lambda: tell_card(card))
     raise typer.Exit(0 if card.ok else 1)
 
 
@@ -86,17 +89,20 @@ def _tell_plan(document: dict[str, object]) -> None:
         sys.stdout.write(f"  {fault['kind']} node={fault['node']} rank={fault['rank']}\n")
 
 
-def _tell_card(card: Card) -> None:
+def tell_card(card: Card) -> None:
+    """Print a card within 80 columns: what was said, and about what, on lines of their own."""
     write = sys.stdout.write
-    write(f"{'fault':<16} {'where':<10} {'verdict':<14} {'detect':>8} {'recover':>8} {'lost':>5}  said\n")
+    write(f"{'fault':<16} {'where':<8} {'verdict':<13} {'detect':>9} {'recover':>9} {'lost steps':>10}\n")
     for mark in card.marks:
         where = mark.node + (f"/{mark.rank}" if mark.rank >= 0 else "")
         seen = "-" if mark.detect_seconds is None else f"{mark.detect_seconds:.2f} s"
         back = "-" if mark.recover_seconds is None else f"{mark.recover_seconds:.2f} s"
         lost = "-" if mark.lost_steps is None else str(mark.lost_steps)
-        write(f"{mark.kind:<16} {where or '-':<10} {mark.error or 'right':<14} {seen:>8} {back:>8} {lost:>5}  {mark.said[:70]}\n")
+        write(f"{mark.kind:<16} {where or '-':<8} {mark.error or 'right':<13} {seen:>9} {back:>9} {lost:>10}\n")
+        for text in (mark.detail, mark.said):
+            write(textwrap.fill(text, _COLUMNS, initial_indent=" " * 4, subsequent_indent=" " * 6, max_lines=3) + "\n" if text else "")
     write(
-        f"detected {card.num_detected} of {card.num_expected}, named right {card.num_named_right}; "
+        f"detected {card.num_detected} of {card.num_expected}, named right {card.num_named_right}; cost {card.cost:g}\n"
         f"{card.num_false_alarms} false alarms in {card.observed_hours * 60:.1f} min "
-        f"(at most {card.false_alarms_per_day_upper95:.0f} a day, 95 %); cost {card.cost:g}\n"
+        f"(at most {card.false_alarms_per_day_upper95:.0f} a day, 95 %)\n"
     )

@@ -35,6 +35,22 @@ class SupervisorClient:
         """GET a JSON document."""
         return await self._request("GET", path, params=params)
 
+    async def text(self, path: str) -> str:
+        """GET plain text, as /metrics is.
+
+        Raises:
+            OperationalError: no answer, or an error.
+        """
+        base = self._find()
+        if base is None:
+            raise OperationalError("no address of the supervisor is known yet", where=path)
+        try:
+            response = await self._client.get(base + path)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise OperationalError(f"the supervisor does not answer: {error or type(error).__name__}", where=path) from error
+        return response.text
+
     async def post(self, path: str, content: bytes = b"") -> Any:
         """POST and read the JSON answer. All POSTs of the API are idempotent, so they are retried like GETs."""
         return await self._request("POST", path, content=content, headers={"content-type": "application/json"})
