@@ -7,6 +7,7 @@ same step was reached again. What Regrow would have lost is simulated by the pro
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ EVIDENCE_SECONDS = 1800.0
 """A kernel line within this time of an interruption belongs to it."""
 _HANG_SECONDS = 300.0
 _GOOD = ("COMPLETED", "DONE")
+_BY_HAND = ("CANCELLED",)
+"""A person ended the attempt and started another: nothing that a supervisor would have saved, and nothing it is charged with."""
 _KINDS = {"NODE_FAIL": ("host", "reboot"), "PREEMPTED": ("leave", "maintenance"), "TIMEOUT": ("leave", "maintenance")}
 _NOT_LOST = ("spares",)
 
@@ -53,11 +56,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
     num_nodes: int
     gpus_per_node: int
+    gpus_known: bool
+    """False: the accounting does not say, and eight a node are assumed."""
     step_seconds: float
     interruptions: tuple[Interruption, ...]
     wrong: tuple[Evidence, ...]
     """Lines for which Regrow would have drained a node that went on training without an interruption."""
     num_verdicts: int
+    by_hand: int = 0
+    """Ends by a person, which are not counted."""
 
 
 def cases(attempts: Sequence[Attempt], progress: Sequence[Progress], evidence: Sequence[Evidence]) -> list[Case]:
@@ -85,7 +92,9 @@ def cases(attempts: Sequence[Attempt], progress: Sequence[Progress], evidence: S
 def _case(attempts: list[Attempt], steps: list[Progress], evidence: Sequence[Evidence]) -> Case:
     first, last = attempts[0], attempts[-1]
     interruptions = tuple(
-        _interruption(before, after, steps, evidence) for before, after in itertools.pairwise(attempts) if before.state.upper() not in _GOOD
+        _interruption(before, after, steps, evidence)
+        for before, after in itertools.pairwise(attempts)
+        if before.state.upper() not in (*_GOOD, *_BY_HAND)
     )
     during = [
         one for one in evidence if any(attempt.start <= one.at <= attempt.end and _runs_on(attempt, one.node) for attempt in attempts)
@@ -102,10 +111,12 @@ def _case(attempts: list[Attempt], steps: list[Progress], evidence: Sequence[Evi
         nodes=names,
         num_nodes=num_nodes,
         gpus_per_node=max(1, first.gpus // num_nodes) if first.gpus else 8,
+        gpus_known=first.gpus > 0,
         step_seconds=_step_seconds(steps),
         interruptions=interruptions,
         wrong=wrong,
         num_verdicts=len(fatal),
+        by_hand=sum(before.state.upper() in _BY_HAND for before, _ in itertools.pairwise(attempts)),
     )
 
 
@@ -249,17 +260,49 @@ def backtest(found: list[Case], costs: Costs, *, seeds: int) -> dict[str, Any]:
         "evictions": {
             "verdicts": verdicts,
             "wrong": wrong,
-            "upper95": 1.0 if not verdicts else min(1.0, 3.0 / verdicts) if not wrong else None,
+            "upper95": wrong_share_upper95(wrong, verdicts),
             "lines": [msgspec.to_builtins(line) for case in found for line in case.wrong],
         },
         "policy": costs.policy,
         "seeds": seeds,
-        "warnings": _warnings(unmeasured, len(stops), verdicts),
+        "warnings": _warnings(found, unmeasured, len(stops), verdicts),
     }  # fmt: skip
 
 
-def _warnings(unmeasured: int, stops: int, verdicts: int) -> list[str]:
+def wrong_share_upper95(wrong: int, verdicts: int) -> float:
+    """Upper bound of the true share with 95 % confidence, one-sided: exact (Clopper and Pearson 1934); about 3 / n for none of n."""
+    if wrong >= verdicts:
+        return 1.0
+    low, high = wrong / verdicts, 1.0
+    for _ in range(50):
+        share = (low + high) / 2.0
+        if _at_most(wrong, verdicts, share) > 0.05:
+            low = share
+        else:
+            high = share
+    return high
+
+
+def _at_most(wrong: int, verdicts: int, share: float) -> float:
+    """Chance of so few or fewer, binomial. `share` lies strictly between 0 and 1."""
+    logs = (
+        math.lgamma(verdicts + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(verdicts - k + 1)
+        + k * math.log(share)
+        + (verdicts - k) * math.log1p(-share)
+        for k in range(wrong + 1)
+    )
+    return sum(math.exp(value) for value in logs)
+
+
+def _warnings(cases: Sequence[Case], unmeasured: int, stops: int, verdicts: int) -> list[str]:
     found: list[str] = []
+    if not all(case.gpus_known for case in cases):
+        found.append("the accounting has no column gpus: 8 a node are assumed")
+    by_hand = sum(case.by_hand for case in cases)
+    if by_hand:
+        found.append(f"{by_hand} attempts were cancelled by a person: they count for nobody")
     if unmeasured:
         found.append(f"{unmeasured} of {stops} interruptions have no step after them: only the gap until the next start is counted as lost")
     if stops < 10:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import datetime as dt
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +15,13 @@ import msgspec
 from regrow.errors import ConfigurationError
 
 T = TypeVar("T")
+_SAMPLE_BYTES = 4096
+_ALIASES = {"jobname": "job", "jobstate": "state", "nnodes": "nodes", "numnodes": "nodes", "host": "node", "time": "at", "message": "line"}
+"""Names that accounting and logs use for our columns, in lower case."""
+_RUNNING = ("", "unknown", "none")
+_RANGE = re.compile(r"(?P<low>\d+)-(?P<high>\d+)")
+_LIST = re.compile(r"[^,\s;\[]+(?:\[[^\]]*\][^,\s;\[]*)*")
+_MOST_NODES = 100_000
 JOBS, STEPS, KERNEL = ("job", "start", "end", "state"), ("at", "step"), ("at", "line")
 """Columns that must be there."""
 
@@ -64,12 +73,14 @@ def attempts(path: Path) -> list[Attempt]:
     """
 
     def make(row: dict[str, str], where: str) -> Attempt:
-        nodes = tuple(word for word in row.get("nodelist", "").replace(";", " ").split() if word)
+        nodes = node_names(row.get("nodelist", ""), where)
+        start = instant(row["start"], where)
+        running = row["end"].strip().lower() in _RUNNING
         made = Attempt(
             job=row["job"],
-            start=instant(row["start"], where),
-            end=instant(row["end"], where),
-            state=row["state"],
+            start=start,
+            end=_OPEN if running else instant(row["end"], where),
+            state=row["state"].split(" ", 1)[0],
             num_nodes=_count(row.get("nodes", ""), where) or len(nodes) or 1,
             gpus=_count(row.get("gpus", ""), where),
             nodes=nodes,
@@ -81,7 +92,41 @@ def attempts(path: Path) -> list[Attempt]:
             )
         return made
 
-    return _read(path, "--jobs", JOBS, make)
+    found = _read(path, "--jobs", JOBS, make)
+    newest = max(at for one in found for at in (one.start, one.end) if at < _OPEN)
+    return [msgspec.structs.replace(one, end=newest) if one.end == _OPEN else one for one in found]
+
+
+_OPEN = float("inf")
+"""End of an attempt that still runs: it is taken as ended with the newest instant of the file."""
+
+
+def node_names(text: str, where: str) -> tuple[str, ...]:
+    """Names in a list with spaces, commas or semicolons between them, ranges as Slurm writes them: gpu[01-03,7] is four.
+
+    Raises:
+        ConfigurationError: a range that runs backwards, or names too many.
+    """
+    found: list[str] = []
+    for word in _LIST.findall(text):
+        parts = re.split(r"\[([^\]]*)\]", word)
+        choices = [_choices(part, where) if place % 2 else [part] for place, part in enumerate(parts)]
+        found += ["".join(pieces) for pieces in itertools.product(*choices)]
+    return tuple(found)
+
+
+def _choices(inside: str, where: str) -> list[str]:
+    found: list[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            found.append(part.strip())
+            continue
+        low, high, width = int(match["low"]), int(match["high"]), len(match["low"])
+        if not 0 <= high - low < _MOST_NODES:
+            raise ConfigurationError(f"{part!r} is no range of nodes", where=where, hint="as in gpu[001-128]")
+        found += [f"{number:0{width}d}" for number in range(low, high + 1)]
+    return found
 
 
 def progress(path: Path, default_job: str) -> list[Progress]:
@@ -142,7 +187,12 @@ def _count(text: str, where: str) -> int:
 def _read(path: Path, flag: str, columns: tuple[str, ...], make: Callable[[dict[str, str], str], T]) -> list[T]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
+            sample = file.read(_SAMPLE_BYTES)
+            file.seek(0)
+            header = sample.partition("\n")[0]
+            reader = csv.DictReader(file, delimiter=max(",|\t;", key=header.count))
+            names = [name.strip().lower() for name in reader.fieldnames or ()]
+            reader.fieldnames = [_ALIASES.get(name, name) for name in names]
             missing = [name for name in columns if name not in (reader.fieldnames or ())]
             if missing:
                 raise ConfigurationError(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from regrow.errors import ConfigurationError
 from regrow.supervisor.sim import backtest, constants, history
 
 DATA = Path(__file__).parents[1] / "data" / "backtest"
@@ -61,6 +62,34 @@ def test_a_wrong_eviction_costs_a_drain(small) -> None:
     (calm,), (wrong,) = backtest.cases(attempts, [], []), backtest.cases(attempts, [], lines)
     assert (len(calm.wrong), len(wrong.wrong)) == (0, 3)
     assert backtest.simulated_lost(wrong, costs, 1) > backtest.simulated_lost(calm, costs, 1)
+
+
+def test_accounting_as_slurm_prints_it(tmp_path: Path) -> None:
+    """sacct -X --duplicates --parsable2 --format=JobName,State,Start,End,NNodes,NodeList"""
+    path = tmp_path / "sacct.txt"
+    path.write_text(
+        "JobName|State|Start|End|NNodes|NodeList\n"
+        "llm|NODE_FAIL|2026-05-01T00:00:00|2026-05-01T08:00:00|4|gpu[01-03],login7\n"
+        "llm|CANCELLED by 1001|2026-05-01T08:10:00|2026-05-01T09:00:00|4|gpu[01-04]\n"
+        "llm|RUNNING|2026-05-01T09:30:00|Unknown|4|gpu[01-04]\n"
+        "other|COMPLETED|2026-05-01T01:00:00|2026-05-01T20:00:00|1|gpu09\n"
+    )
+    found = history.attempts(path)
+    assert found[0].nodes == ("gpu01", "gpu02", "gpu03", "login7")
+    assert found[1].state == "CANCELLED"
+    assert found[2].end == found[3].end
+    (case,) = backtest.cases(found, [], [])
+    assert [stop.kind for stop in case.interruptions] == ["host"]
+    assert (case.by_hand, case.gpus_known) == (1, False)
+    with pytest.raises(ConfigurationError, match="no range"):
+        history.node_names("gpu[9-2]", "line 2")
+
+
+def test_the_bound_on_wrong_evictions() -> None:
+    assert backtest.wrong_share_upper95(0, 0) == 1.0
+    assert backtest.wrong_share_upper95(0, 30) == pytest.approx(1.0 - 0.05 ** (1 / 30))
+    assert backtest.wrong_share_upper95(1, 20) == pytest.approx(0.2161, abs=1e-4)
+    assert backtest.wrong_share_upper95(8, 8) == 1.0
 
 
 @pytest.mark.parametrize(

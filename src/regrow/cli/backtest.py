@@ -87,7 +87,7 @@ def _text(document: dict[str, Any]) -> list[str]:
         f"lost       {lost['observed']:.2f} h as it was; {regrow['p50']:.2f} h with Regrow (p5 {regrow['p5']:.2f}, p95 {regrow['p95']:.2f})",
         f"saved      {saved['point']:.2f} h (90 % interval {saved['low']:.2f} to {saved['high']:.2f}), {document['saved_gpu_hours']:.0f} GPU-hours",
     ]
-    bound = f" (true share below {evictions['upper95']:.0%} with 95 % confidence)" if evictions["verdicts"] and evictions["upper95"] else ""
+    bound = f" (true share below {evictions['upper95']:.0%} with 95 % confidence)" if evictions["verdicts"] else ""
     lines.append(f"evictions  {evictions['wrong']} of {evictions['verdicts']} verdicts would have been wrong{bound}")
     lines += [f"  {line['node']}: {line['line']}" for line in evictions["lines"]]
     return lines + [f"warning: {warning}" for warning in document["warnings"]]
