@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,11 +172,11 @@ def _replay(flags: dict[str, Any]) -> str:
     for name in ("nodes", "gpus_per_node", "days", "mesh", "rate_per_gpu_hour", "trace", "shape", "rack_size", "rack_share", "policy"):
         value = flags[name]
         if value not in (None, 0, 0.0):
-            words.append(f"--{name.replace('_', '-')} {value}")
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
     for name in ("save_seconds", "stall_seconds", "step_seconds", "interval_seconds", "constants"):
         value = flags[name]
         if value not in (None, 0.0):
-            words.append(f"--{name.replace('_', '-')} {value}")
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
     if flags["chaos"]:
         words.append("--chaos")
     return " ".join([*words, "--seeds 1 --seed {seed} --journal seed-{seed}.jsonl"])
