@@ -224,15 +224,18 @@ class Site:
         return max(item["Status"]["header"]["revision"] for item in json.loads(done.stdout))
 
     def workers(self) -> dict[str, list[tuple[int, int]]]:
-        """{host: [(generation, pid)]} of all training processes that live, by the words that they publish."""
+        """{host: [(generation, pid)]} of all training processes that live, by the words that they publish: one that changed its
+        generation in place counts for the last."""
         found: dict[str, list[tuple[int, int]]] = {}
         for host in self.agents:
-            there = set(self.network.pids(host))
+            there, newest = set(self.network.pids(host)), dict[int, int]()
             for path in sorted(self.folder.glob(f"{host}/jobs/toy/g*/progress")):
                 number = int(path.parent.name[1:])
-                alive = [(number, word.pid) for word in read_progress(path) if word.pid in there and stat_fields(word.pid)[0] != "Z"]
-                if alive:
-                    found.setdefault(host, []).extend(alive)
+                for word in read_progress(path):
+                    if word.pid in there and stat_fields(word.pid)[0] != "Z":
+                        newest[word.pid] = max(number, newest.get(word.pid, 0))
+            if newest:
+                found[host] = sorted((number, pid) for pid, number in newest.items())
         return found
 
     def left(self) -> list[int]:
