@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00", "#7a5195")
@@ -90,24 +91,44 @@ def stacks(rows: Mapping[str, Mapping[str, float]], *, label: str, unit: str = "
     """One stacked horizontal bar a row, all to one scale, with a legend of the parts and the total at the end."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     longest = max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
-    parts = [_open(34 + 30 * len(rows), label)]
-    legend_x = 0.0
+    legend: list[str] = []
+    x, line = 0, 0
     for index, name in enumerate(names):
-        parts.append(f"<rect fill='{PALETTE[index % len(PALETTE)]}' x={legend_x} y=4 width=12 height=12 />")
-        parts.append(f"<text x={legend_x + 16} y=15>{html.escape(name)}</text>")
-        legend_x += 30 + 7 * len(name)
+        width = 30 + 7 * len(name)
+        if x + width > _WIDTH:
+            x, line = 0, line + 1
+        legend.append(f"<rect {_paint(index)} x={x} y={4 + 18 * line} width=12 height=12 />")
+        legend.append(f"<text x={x + 16} y={15 + 18 * line}>{html.escape(name)}</text>")
+        x += width
+    first = 34 + 18 * line
+    parts = [_open(first + 30 * len(rows), label), *legend]
     for row, (title, values) in enumerate(rows.items()):
-        y, x = 34 + 30 * row, 170.0
+        y, at = first + 30 * row, 170.0
         parts.append(f"<text x=0 y={y + 15}>{html.escape(title[:26])}</text>")
         for name, value in values.items():
             width = 500 * value / longest
-            colour = PALETTE[names.index(name) % len(PALETTE)]
             parts.append(
-                f"<rect fill='{colour}' x={x:.1f} y={y} width={width:.2f} height=20><title>{html.escape(name)} {value:.3f}{unit}</title></rect>"
+                f"<rect {_paint(names.index(name))} x={at:.1f} y={y} width={width:.2f} height=20><title>{html.escape(name)} {value:.3f}{unit}</title></rect>"
             )
-            x += width
-        parts.append(f"<text x={x + 6:.1f} y={y + 15}>{sum(values.values()):.2f}{html.escape(unit)}</text>")
+            at += width
+        parts.append(f"<text x={at + 6:.1f} y={y + 15}>{sum(values.values()):.2f}{html.escape(unit)}</text>")
     return "".join([*parts, "</svg>"])
+
+
+def _paint(index: int) -> str:
+    """Fill of a part: beyond the palette its colours come again, pale and with an edge."""
+    colour = PALETTE[index % len(PALETTE)]
+    return f"fill='{colour}'" + (f" fill-opacity='0.35' stroke='{colour}'" if index >= len(PALETTE) else "")
+
+
+def standalone(chart: str) -> str:
+    """A chart as a file of its own: well-formed XML (a page of HTML may leave quotes away) with the colours that it needs."""
+
+    def quoted(tag: re.Match[str]) -> str:
+        return re.sub(r"'[^']*'|=([^\s'>]+)", lambda part: part[0] if part[1] is None else f"='{part[1]}'", tag[0])
+
+    head, _, rest = re.sub(r"<[^>]+>", quoted, chart).partition(">")
+    return f"{head}><style>{STYLE}</style><rect width='100%' height='100%' fill='var(--page)' />{rest}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -72,8 +72,8 @@ class Accounts:
         """Steps in the final lineage."""
         return sum(piece.last - piece.first for piece in self.lineage)
 
-    def close(self, *, nodes: int, reserved: int) -> Summary:
-        """The result over all time up to the cursor. `nodes` train at best, `reserved` are paid for."""
+    def close(self, *, nodes: int, reserved: float) -> Summary:
+        """The result over all time up to the cursor. `nodes` train at best, `reserved` are paid for, on average."""
         wall = self.cursor
         productive = self.num_steps * self._full
         stepping = sum((piece.last - piece.first) * piece.seconds for piece in self.lineage)

@@ -184,7 +184,7 @@ def _warnings(setup: Setup, results: Sequence[Result], goodput: dict[str, float]
         found.append(f"the ledger has more charges than faults in {len(unfair)} of {len(results)} seeds")
     if not setup.strategy.elastic:
         found.append(
-            "fixed-world takes replacements from a pool that is not counted as reserved; its cold start includes the wait (constant `requeue`)"
+            "fixed-world takes replacements from a pool: its nodes count as reserved only while they stand in; the cold start has the wait (constant `requeue`)"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def page(document: dict[str, Any], path: Path) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
-    parts: list[str] = []
+    about = f"Median goodput in per cent: {document['nodes']} nodes, {document['days']:g} days, policy {document['policy']}, {document['seeds']} seeds a point."
+    parts = [f"<p class=soft>{html.escape(about)}</p>"]
     for interval in INTERVALS:
         series = {
             f"recovery x {recovery:g}": [

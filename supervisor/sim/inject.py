@@ -73,6 +73,7 @@ class Injector:
         replaced = fault.repair == "replace"
         seconds = self._seconds(fault)
         if not self._world.setup.strategy.elastic:
+            self._world.borrow(seconds)
             seconds, replaced = _POOL_SECONDS, True
         back = self._world.life.host_back if host else self._world.life.restart_host
         boot = node.boot
@@ -172,8 +173,11 @@ class Injector:
                 world.life.host_back(node, replaced=False)
 
         world.loop.after(_NOTICE_SECONDS, gone)
-        elastic = world.setup.strategy.elastic
-        world.loop.after(_NOTICE_SECONDS + (self._seconds(fault) if elastic else _POOL_SECONDS), back)
+        seconds = self._seconds(fault)
+        if not world.setup.strategy.elastic:
+            world.borrow(seconds)
+            seconds = _POOL_SECONDS
+        world.loop.after(_NOTICE_SECONDS + seconds, back)
 
     def _sdc(self, fault: Fault, node: Node) -> None:
         """Bits flip: nothing is seen until digests are compared. Then the GPU is to be replaced."""

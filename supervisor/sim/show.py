@@ -34,7 +34,7 @@ def text(document: dict[str, Any]) -> list[str]:
 def _table(document: dict[str, Any]) -> list[str]:
     lines = ["policy          p5       p50      p95      ETTR     recovery lost work  shrunk  spares"]
     for row in document["compare"]:
-        shares = row["lost_share_by_phase"]
+        shares = {name: max(0.0, share) for name, share in row["lost_share_by_phase"].items()}  # no "-0.00%" of rounding
         recovery = sum(share for name, share in shares.items() if name not in ("lost_work", "checkpoint", "shrunk", "spares"))
         mark = " *" if row["policy"] == document["best_policy"] else ""
         lines.append(
@@ -59,6 +59,6 @@ def svg(document: dict[str, Any], path: Path) -> None:
     }
     picture = charts.stacks(shares, label="Lost share of the reserved time by phase, in per cent", unit=" %")
     try:
-        path.write_text(picture, encoding="utf-8")
+        path.write_text(charts.standalone(picture), encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"cannot be written: {error.strerror}", where=str(path), hint="check --svg") from error

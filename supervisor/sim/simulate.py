@@ -89,7 +89,7 @@ def run_seed(
     try:
         world.loop.run(setup.seconds)
         world.life.finish()
-        summary = world.accounts.close(nodes=setup.nodes, reserved=setup.reserved)
+        summary = world.accounts.close(nodes=setup.nodes, reserved=setup.reserved + world.borrowed_seconds / setup.seconds)
         charges = ledger.num_charges(world.leader.view.jobs[JOB].ledger) if JOB in world.leader.view.jobs else 0
         if converge:
             _converge(world)

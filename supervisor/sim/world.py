@@ -52,6 +52,8 @@ class World:
         self.num_faults = 0
         self.num_generations = 0
         self.num_pages = 0
+        self.borrowed_seconds = 0.0
+        """Node-seconds of the pool that a fixed world takes replacements from: from a fault to the end of its repair."""
         self.num_poisoned = 0
         """Restores of a checkpoint whose state had diverged before anybody knew: replicas agree again, nobody can see it."""
         self.ended = ""
@@ -81,6 +83,10 @@ class World:
     def in_outage(self, at: float) -> bool:
         """Does storage refuse writes at that instant?"""
         return any(start <= at < end for start, end in self.outages)
+
+    def borrow(self, seconds: float) -> None:
+        """A node of the pool stands in for so long, at most to the horizon."""
+        self.borrowed_seconds += max(0.0, min(seconds, self.setup.seconds - self.now))
 
     def draw(self, name: str) -> float:
         """One draw of a delay."""

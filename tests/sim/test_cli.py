@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,10 @@ def test_json_has_the_contract_and_comparison_is_a_table(tmp_path: Path) -> None
     assert {"ettr", "lost_seconds_by_phase", "failures", "policy", "seeds", "warnings"} <= set(document)
     assert document["seeds"] == 2
     assert [row["policy"] for row in document["compare"]] == ["fixed-world", "dp-shrink", "replan", "spares:1", "spares:2"]
-    assert picture.read_text().startswith("<svg")
+    drawn = ET.fromstring(picture.read_text())  # our own; a file of its own has to be XML
+    texts = [found.text for found in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text is not None and text.startswith("fixed-world") for text in texts)
+    assert {"lost_work", "spares"} <= set(texts)
 
 
 def test_below_the_target_the_phase_is_named() -> None:
