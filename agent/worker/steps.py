@@ -77,6 +77,7 @@ class StepLoop:
         """Go on after completed step `step`; `saved`: it is on storage."""
         self.step, self.samples = step, samples
         self._last_saved = step if saved and step else -1
+        self._last_exchange = (step, time.perf_counter())  # else the steps of earlier generations pass for this one's, and are short
         self._cadence.started_at(step, seconds)
 
     def request(self, *, save: bool = False, stop: bool = False) -> None:

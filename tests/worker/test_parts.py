@@ -361,6 +361,19 @@ def test_cost_of_a_boundary(capsys: pytest.CaptureFixture[str]) -> None:
     assert (loop.step, loop.samples, loop.finished) == (2000, 16_000, True)
 
 
+def test_a_run_that_goes_on_hears_orders_as_soon_as_one_that_begins() -> None:
+    """The steps of earlier generations are not this one's: a step that passes for nothing would put exchanges 50 steps apart."""
+    env = environment.read({}, Defaults(global_batch=8))
+    loop = StepLoop(env, AgentLink(""), None, Cadence(env.job_spec.checkpoint, env.spec), Faults(enabled=False, rank=0))
+    control = ControlVector()
+    loop.use_control(control, cost_seconds=0.0004)
+    loop.restored(100_000, 800_000, 0.1)
+    for step in loop.steps(100_003):
+        time.sleep(0.02)  # the step
+        loop.complete(step, Measures())
+        assert control.period <= exchange_period(Words(step_us=20_000, cost_us=400))
+
+
 def test_misuse_of_the_loop_is_told() -> None:
     env = environment.read({}, Defaults(global_batch=8))
 
