@@ -241,7 +241,8 @@ def _started(state: m.NodeState, event: m.Started, at: float) -> m.Outcome:
     local = _running(state, event.job, event.generation)
     if local is None:
         return state, ()
-    local = _change(local, pids=event.pids, stage="running" if local.stage == "starting" else local.stage)
+    kept = {rank: old for rank, old in local.kept.items() if event.pids.get(rank) == local.pids.get(rank)}  # others died, or are stopped
+    local = _change(local, kept=kept, pids=event.pids, stage="running" if local.stage == "starting" else local.stage)
     told = wire.GenerationPhase(
         job=local.job, generation=local.generation, phase="started", seconds=at - local.ordered_at, detail=dict(event.detail)
     )

@@ -16,6 +16,7 @@ from regrow import wire
 from regrow.agent import fences, layout, stacks
 from regrow.agent import machine as m
 from regrow.agent.protocol import ReplaceWorkers, StartWorkers, WorkerStart
+from regrow.agent.roster import process_state
 from regrow.errors import OperationalError
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Dispatcher:
         order = launch.order
         agent, spec, job = self._agent, order.spec, order.job_spec
         began = time.monotonic()
+        launch = _without_stopped(launch)
         try:
             if self._unfenced:
                 raise OperationalError(self._unfenced, where="--state", hint="free space, or repair the disk")
@@ -189,3 +191,11 @@ class Dispatcher:
         text = await stacks.collect(pid, self._agent.paths.stacks(effect.job, effect.generation, rank))
         message = wire.Output(job=effect.job, generation=effect.generation, rank=rank, kind="stacks", text=text)
         self._agent.beat.send(msgspec.structs.replace(message))
+
+
+def _without_stopped(launch: m.Launch) -> m.Launch:
+    """A process that is stopped (SIGSTOP, a debugger) cannot come along: nobody waits until it does not."""
+    moving = {rank: pid for rank, pid in launch.pids.items() if process_state(pid) not in ("T", "t")}
+    if len(moving) < len(launch.pids):
+        _log.warning("in place: ranks %s are stopped: forked anew", sorted(launch.pids.keys() - moving.keys()))
+    return m.Launch(launch.order, launch.before, {rank: old for rank, old in launch.kept.items() if rank in moving}, moving)

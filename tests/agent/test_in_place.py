@@ -96,6 +96,16 @@ def test_who_does_not_say_hello_in_time_is_replaced_and_only_he() -> None:
     assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)], "once"
 
 
+def test_who_was_forked_by_the_start_itself_is_not_replaced_again() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    node.order(in_place(2))
+    node.feed(m.Started(job="toy", generation=2, pids={0: 100, 1: 999}))
+    node.feed(hello(2, 0))
+    node.at += 100
+    assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+
+
 def test_who_is_on_his_way_gets_more_time_once_and_who_is_stuck_does_not() -> None:
     node = Node().running(1)
     node.feed(watch(1, 0), watch(1, 1))
