@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import links, symptoms
 from regrow.supervisor.core.draft import Draft
@@ -74,11 +76,12 @@ def _stacks(job: JobView, generation: GenerationView, policy: Policy, now: float
 
 
 def _reach(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> bool:
-    there = tuple(name for name in generation.spec.nodes if (node := view.nodes.get(name)) is not None and node.reachable)
-    if len(there) < links.LEAST_MEMBERS:
-        return False
     if generation.reach_asked_at is None:
-        peers = links.targets(generation.spec.nodes)
+        helpers = _helpers(view, generation)
+        peers = links.targets((*generation.spec.nodes, *helpers))
+        there = [name for name in peers if (node := view.nodes.get(name)) is not None and node.reachable]
+        if len(there) < links.LEAST_ASKED:
+            return False
         action = a.AskReach(job=job.spec.job, generation=generation.number, peers={name: peers[name] for name in there})
         draft.act(action, because=f"all of generation {generation.number} hang alike: can they reach each other on the data network?")
         draft.look(now + policy.reach_seconds)
@@ -86,5 +89,11 @@ def _reach(view: View, job: JobView, generation: GenerationView, policy: Policy,
     if symptoms.probes_are_in(view, generation, policy, now):
         return False
     draft.look(generation.reach_asked_at + policy.reach_seconds)
-    draft.say(f"{len(generation.reach)} of {len(there)} members have told whom they reach")
+    draft.say(f"{len(generation.reach)} of {len(generation.reach_asked)} nodes have told whom they reach")
     return True
+
+
+def _helpers(view: View, generation: GenerationView) -> tuple[str, ...]:
+    """Some nodes that can be heard and are no members, whatever else they do."""
+    others = (name for name in sorted(view.nodes) if name not in generation.members and view.nodes[name].reachable)
+    return tuple(itertools.islice(others, links.HELPERS))

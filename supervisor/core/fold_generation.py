@@ -183,7 +183,7 @@ def output(job: JobView, current: GenerationView, event: e.OutputKept) -> JobVie
 
 def probed(job: JobView, current: GenerationView, event: e.PeersWereProbed) -> JobView:
     """What a member found when it was asked. Words that nobody waits for any more are dropped."""
-    if current.reach_asked_at is None or event.node not in current.members:
+    if current.reach_asked_at is None or event.node not in current.reach_asked:
         return job
     found = Reach(reached=frozenset(event.reached), unreached=frozenset(event.unreached))
     return _change(job, generation=_change(current, reach=current.reach | {event.node: found}))

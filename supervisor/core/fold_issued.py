@@ -96,7 +96,7 @@ def _of_job(job: JobView, action: _OfJob, at: float) -> JobView:
         case a.AskStacks():
             return _change(job, generation=_change(current, stacks_asked_at=at)) if current else job
         case a.AskReach():
-            return _change(job, generation=_change(current, reach_asked_at=at)) if current else job
+            return _change(job, generation=_change(current, reach_asked_at=at, reach_asked=tuple(action.peers))) if current else job
         case a.SetCheckpoint():
             return _checkpoint(job, action)
         case a.SaveLedger():

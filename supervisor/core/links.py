@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-LEAST_MEMBERS = 3
+LEAST_ASKED = 3
 """With two, one cannot reach the other: nobody can say whose fault that is."""
+HELPERS = 3
+"""So many nodes that are not members, if there are any, are asked as well: of a generation of two they know which it is."""
 _LEAST_WITNESSES = 2
 _ALL_PAIRS = 17
 """Up to so many members everybody tries everybody; of more each tries those at distances 1, 2, 4, 8 ... in the ring."""
@@ -40,14 +42,15 @@ def targets(members: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(members[(index + step) % count] for step in steps) for index, name in enumerate(members)}
 
 
-def cut_off(reports: Mapping[str, Reach], members: Iterable[str]) -> tuple[CutOff, ...]:
-    """Members to leave out, worst first; none when the words do not single a minority out.
+def cut_off(reports: Mapping[str, Reach], members: Iterable[str], helpers: Iterable[str] = ()) -> tuple[CutOff, ...]:
+    """Members to leave out, worst first; none when the words do not single a minority of all that were asked out.
 
     One after the other the member that the greatest share of its witnesses cannot reach is taken out, with what it says of
     others: over half of them, and at least two. What a member says of itself is no evidence. When half of all or more would be
     taken out, the network is split and this view cannot tell which side is the right one.
     """
-    names = set(members)
+    own = set(members)
+    names = own | set(helpers)
     failed: dict[str, set[str]] = {name: set() for name in names}
     tried: dict[str, set[str]] = {name: set() for name in names}
     for witness, report in reports.items():
@@ -74,7 +77,7 @@ def cut_off(reports: Mapping[str, Reach], members: Iterable[str]) -> tuple[CutOf
             tried[peer].discard(name)
             if _accused(failed[peer], tried[peer]):
                 heapq.heappush(queue, _rank(peer, failed[peer], tried[peer]))
-    return tuple(found.values()) if 2 * len(found) < len(names) else ()
+    return tuple(one for one in found.values() if one.node in own) if 2 * len(found) < len(names) else ()
 
 
 def _accused(failed: set[str], tried: set[str]) -> bool:

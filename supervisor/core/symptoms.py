@@ -275,7 +275,7 @@ def probes_are_in(view: View, generation: GenerationView, policy: Policy, now: f
         return False
     if now >= generation.reach_asked_at + policy.reach_seconds:
         return True
-    return all(name in generation.reach for name in generation.members if (node := view.nodes.get(name)) is not None and node.reachable)
+    return all(name in generation.reach for name in generation.reach_asked if (node := view.nodes.get(name)) is not None and node.reachable)
 
 
 _cut: Memo[tuple[links.CutOff, ...]] = Memo()
@@ -292,7 +292,11 @@ def _unreachable(view: View, generation: GenerationView, policy: Policy, now: fl
         msgspec.structs.replace(
             base, node=one.node, text=f"{one.num_failed} of {one.num_tried} peers cannot reach {one.node} on the data network"
         )
-        for one in _cut.get((generation.reach, generation.members), None, lambda: links.cut_off(generation.reach, generation.members))
+        for one in _cut.get(
+            (generation.reach, generation.members, generation.reach_asked),
+            None,
+            lambda: links.cut_off(generation.reach, generation.members, generation.reach_asked),
+        )
         if one.node in view.nodes
     ]
 

@@ -146,6 +146,8 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     stacks_asked_at: float | None = None
     stacks: dict[int, str] = {}
     reach_asked_at: float | None = None
+    reach_asked: tuple[str, ...] = ()
+    """Who was asked: members, and helpers that are none."""
     reach: dict[str, Reach] = {}
     """What members say of the data network, when they were asked."""
     divergence: Divergence | None = None

@@ -74,6 +74,14 @@ def test_thousands_try_eleven_each_and_a_rack_is_found() -> None:
     assert sorted(one.node for one in found) == list(rack)
 
 
+def test_of_two_members_a_third_node_knows_which_it_is() -> None:
+    reports = words(tuple("abh"), [("b", "*")])
+    assert [one.node for one in cut_off(reports, "ab", "h")] == ["b"]
+    assert cut_off({name: reports[name] for name in "ab"}, "ab") == ()
+    cut = words(tuple("abh"), [("h", "*")])
+    assert cut_off(cut, "ab", "h") == (), "whoever is no member is not left out"
+
+
 # --- what is done about it
 
 
@@ -120,6 +128,24 @@ def test_hang_of_all_alike_asks_and_the_host_that_nobody_reaches_is_left_out() -
     world.step(3)
     world.step(4)
     assert world.job.incidents[-1].closed
+
+
+def test_two_members_and_a_spare() -> None:
+    world = job("a", "b")
+    world.join("s")
+    stalled(world)
+    (asked,) = (action for action in world.actions if isinstance(action, a.AskReach))
+    assert sorted(asked.peers) == ["a", "b", "s"]
+    answer(world, cut="a")
+    world.wait(POLICY.stacks_seconds)
+    assert world.generation.spec.nodes == ("s", "b"), "the spare has its ranks"
+    assert world.view.quarantine["hw-a"].state == "quarantined"
+
+
+def test_two_members_alone_are_not_asked() -> None:
+    world = job("a", "b")
+    stalled(world)
+    assert not world.take(a.AskReach)
 
 
 def test_all_reach_each_other_so_the_same_members_start_again() -> None:
