@@ -25,7 +25,7 @@ import msgspec
 from regrow.agent import child, preload, protocol, starting
 from regrow.agent.lines import LineConnection
 from regrow.agent.roster import Roster, children_of, signal_group, start_time
-from regrow.processes import lifeline_fd, wake_at_lifeline_end
+from regrow.processes import lifeline_fd, signal_at_lifeline_end, wake_at_lifeline_end
 
 
 class Shim:
@@ -341,13 +341,8 @@ def _drain(descriptor: int) -> None:
 
 def _watch_lifeline_while_importing() -> Callable[[], None]:
     """End this process by SIGIO when the launcher dies during the imports. Returns what switches that off."""
-    fd = lifeline_fd()
-    if fd is None:
-        return lambda: None
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-    return lambda: os.close(own)
+    own = signal_at_lifeline_end(signal.SIGIO)
+    return lambda: None if own is None else os.close(own)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

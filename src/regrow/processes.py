@@ -39,18 +39,31 @@ def wake_at_lifeline_end() -> None:
     """Let the kernel send SIGCONT to this process when the lifeline ends: a daemon that was stopped (SIGSTOP) goes on and sees the end
     as any other does; to one that runs SIGCONT means nothing. Without a lifeline nothing happens.
 
-    Signal-driven I/O belongs to an open file, which all heirs of the pipe share; so the pipe is opened anew here, and stays open.
+    Raises:
+        OSError: as below.
+    """
+    signal_at_lifeline_end(signal.SIGCONT)
+
+
+def signal_at_lifeline_end(number: int) -> int | None:
+    """Let the kernel send this signal to this process when the lifeline ends.
+
+    Signal-driven I/O belongs to an open file, which all heirs of the pipe share; so the pipe is opened anew here.
+
+    Returns:
+        The descriptor of it: closed, no signal comes. None: there is no lifeline.
 
     Raises:
-        OSError: the descriptor is no pipe.
+        OSError: the lifeline is no pipe.
     """
     lifeline = lifeline_fd()
     if lifeline is None:
-        return
+        return None
     own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, _F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(own, _F_SETSIG, number)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    return own
 
 
 def marked(mark: str, value: str, *, exact: bool = True) -> list[int]:
