@@ -8,6 +8,9 @@ from typing import Any
 from regrow import charts
 from regrow.errors import ConfigurationError
 
+_CAUSES = 6
+"""Causes that are shown."""
+
 
 def text(document: dict[str, Any]) -> list[str]:
     """Lines for a terminal."""
@@ -26,6 +29,10 @@ def text(document: dict[str, Any]) -> list[str]:
         seconds = document["lost_seconds_by_phase"][name]
         if seconds > 0:
             lines.append(f"  {name:<11}{share:6.2%} {seconds / 3600:8.2f}")
+    causes = {name: seconds for name, seconds in document["lost_seconds_by_category"].items() if seconds > 0}
+    if causes:
+        lines.append("by cause                     hours  (recovery and lost work; a smaller mesh, saves and spares have no single one)")
+        lines += [f"  {name[:22]:<24}{seconds / 3600:8.2f}" for name, seconds in list(causes.items())[:_CAUSES]]
     if "compare" in document:
         lines += ["", *_table(document)]
     return lines + [f"warning: {warning}" for warning in document["warnings"]]

@@ -36,6 +36,8 @@ def test_below_the_target_the_phase_is_named() -> None:
     done = regrow("--nodes", "16", "--days", "2", "--rate-per-gpu-hour", "0.004", "--seeds", "1")
     assert done.returncode == 0, done.stderr
     assert "is below 97%" in done.stdout
+    assert "by cause" in done.stdout
+    assert "  GPU " in done.stdout
 
 
 @pytest.mark.parametrize(
