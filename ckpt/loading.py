@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from regrow.ckpt.fastread import runs_of
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.reading import WINDOW_BYTES, ShardReader
 from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces, split_piece
@@ -28,6 +29,12 @@ class Loaded(msgspec.Struct, frozen=True):
     """From arenas of this node."""
     bytes_from_peers: int = 0
     """From the memory of other nodes."""
+    bytes_from_ranks: int = 0
+    """Read by another rank, that sent them."""
+
+    def plus(self, other: Loaded) -> Loaded:
+        """Both together."""
+        return Loaded(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
     def sources(self) -> dict[str, int]:
         """Bytes by where they came from."""
@@ -35,6 +42,7 @@ class Loaded(msgspec.Struct, frozen=True):
             "bytes_from_memory": self.bytes_from_memory,
             "bytes_from_peers": self.bytes_from_peers,
             "bytes_from_storage": self.bytes_read,
+            "bytes_from_ranks": self.bytes_from_ranks,
         }
 
 
@@ -127,6 +135,11 @@ def _target(local: torch.Tensor, piece: Piece) -> torch.Tensor:
 @torch.no_grad()
 def _load(reader: ShardReader, piece: Piece, target: torch.Tensor, *, alone: bool) -> None:
     chunk = piece.chunk
+    if target.device.type == "cpu" and reader.takes(chunk):
+        whole = runs_of(piece, target.element_size(), target.stride())
+        if whole is not None:
+            reader.load_runs(piece.file, chunk, whole, target.data_ptr(), alone=alone)
+            return
     runs = byte_runs(piece, target.element_size())
     if len(runs) == 1:
         start, end = runs[0]

@@ -35,6 +35,10 @@ class DamagedCheckpointError(OperationalError):
     """Bytes on storage are not what was committed: which file, and how."""
 
 
+class RemovedCheckpointError(DamagedCheckpointError):
+    """A checkpoint that was removed (by retention, or by an operator) while it was being read: nothing is wrong with storage."""
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """A box of one tensor, stored row-major in one file."""
 

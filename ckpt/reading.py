@@ -11,8 +11,9 @@ from pathlib import Path
 import xxhash
 
 from regrow.ckpt.envelope import ITEM_BYTES
+from regrow.ckpt.fastread import SHORT_BYTES, FastRead, Outcome, Request, Runs, Scratches, address_of, fast_read
 from regrow.ckpt.layout import PAGE_BYTES
-from regrow.ckpt.manifest import Chunk, DamagedCheckpointError
+from regrow.ckpt.manifest import RECORD_NAME, Chunk, DamagedCheckpointError, RemovedCheckpointError
 from regrow.ckpt.reshard import Piece, blocks_of, byte_runs, strides
 
 DIRECT_BYTES = 8 << 20
@@ -64,6 +65,9 @@ class ShardReader:
         self._memory = dict(memory or {})
         self._peers = frozenset(peers)
         self._scratch = Scratch()
+        self._fast: FastRead | None = fast_read()
+        self._scratches = Scratches()
+        self._maps: dict[int, tuple[mmap.mmap, int] | None] = {}
         self.bytes_read = 0
         self.bytes_from_memory = 0
         self.bytes_from_peers = 0
@@ -81,7 +85,9 @@ class ShardReader:
         try:
             return os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | flags)
         except FileNotFoundError as error:
-            raise DamagedCheckpointError("is missing", where=str(self._directory / name), hint="use an older checkpoint") from error
+            raise self._removed() or DamagedCheckpointError(
+                "is missing", where=str(self._directory / name), hint="use an older checkpoint"
+            ) from error
 
     def close(self) -> None:
         """Close all files."""
@@ -90,6 +96,100 @@ class ShardReader:
                 os.close(handle)
         self._handles.clear()
         self._direct.clear()
+        self._maps.clear()
+
+    def takes(self, chunk: Chunk) -> bool:
+        """Whether `load_runs` reads this chunk."""
+        short = chunk.nbytes % self._block_bytes or self._block_bytes
+        return self._fast is not None and short > SHORT_BYTES
+
+    def load_runs(self, file: str, chunk: Chunk, runs: Runs, address: int, *, alone: bool = False) -> None:
+        """Put runs of a chunk's data where they belong, every block that they touch verified. Other threads run meanwhile.
+
+        Args:
+            file: Name.
+            chunk: One that this way `takes`.
+            runs: Which bytes, and the steps of the target.
+            address: Of the target's first byte.
+            alone: No other process of this node reads these bytes, so what is not cached may be read around the page cache.
+
+        Raises:
+            DamagedCheckpointError: a block is not what was committed.
+            OSError: storage failed.
+        """
+        digests = bytes.fromhex("".join(chunk.blocks))
+        handle = self._memory.get(file)
+        if handle is not None:
+            outcome, request = self._request(handle, -1, chunk, runs, digests, address)
+            if outcome is Outcome.DONE:
+                self._count(file, request.bytes_read, in_memory=True)
+                return
+            with self._lock:
+                self._memory.pop(file, None)
+        handle = self._handle(file)
+        outcome, request = self._request(handle, self._direct_handle(file) if alone else -1, chunk, runs, digests, address)
+        self._count(file, request.bytes_read, in_memory=False)
+        if outcome is Outcome.FAILED:
+            raise OSError(request.error, os.strerror(request.error), str(self._directory / file))
+        if outcome is Outcome.TRUNCATED:
+            raise self._truncated(file, chunk.at + request.block * self._block_bytes)
+        if outcome is not Outcome.DONE:
+            raise self._altered(file, chunk, request.block)
+
+    def _request(self, handle: int, direct: int, chunk: Chunk, runs: Runs, digests: bytes, address: int) -> tuple[Outcome, Request]:
+        assert self._fast is not None
+        scratch = self._scratches.get(self._block_bytes)
+        if direct >= 0:
+            scratch.allow_direct()
+        base, size = self._map(handle)
+        request = Request(handle=handle, direct=direct, map=base, map_bytes=size, target=address, digests=digests)
+        request.at, request.chunk_bytes, request.block_bytes = chunk.at, chunk.nbytes, self._block_bytes
+        request.first, request.last, request.run_bytes, request.axes = runs.first, runs.last, runs.run_bytes, len(runs.sizes)
+        request.sizes[: len(runs.sizes)] = runs.sizes
+        request.from_steps[: len(runs.sizes)] = runs.from_steps
+        request.to_steps[: len(runs.sizes)] = runs.to_steps
+        return self._fast.load(request, scratch), request
+
+    def _map(self, handle: int) -> tuple[int | None, int]:
+        """Where a whole file is mapped, and its bytes; nowhere when that is not possible."""
+        with self._lock:
+            if handle not in self._maps:
+                try:
+                    memory = mmap.mmap(handle, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+                    self._maps[handle] = memory, address_of(memory)
+                except (OSError, ValueError):
+                    self._maps[handle] = None
+            found = self._maps[handle]
+        return (found[1], len(found[0])) if found is not None else (None, 0)
+
+    def _count(self, file: str, num_bytes: int, *, in_memory: bool) -> None:
+        with self._lock:
+            if not in_memory:
+                self.bytes_read += num_bytes
+            elif file in self._peers:
+                self.bytes_from_peers += num_bytes
+            else:
+                self.bytes_from_memory += num_bytes
+
+    def _altered(self, file: str, chunk: Chunk, number: int) -> DamagedCheckpointError:
+        what = f"tensor {chunk.name}: block {number} of the chunk at byte {chunk.at} is not what was committed"
+        return self._removed() or DamagedCheckpointError(
+            what, where=str(self._directory / file), hint="set this checkpoint aside and use an older one"
+        )
+
+    def _truncated(self, file: str, at: int) -> DamagedCheckpointError:
+        where = str(self._directory / file)
+        return self._removed() or DamagedCheckpointError(
+            f"is truncated: nothing from byte {at}", where=where, hint="use an older checkpoint"
+        )
+
+    def _removed(self) -> RemovedCheckpointError | None:
+        """What it is when the checkpoint has gone: its files may hold a later one's bytes already."""
+        if (self._directory / RECORD_NAME).exists():
+            return None
+        return RemovedCheckpointError(
+            "was removed while it was being read", where=str(self._directory), hint="restore the newest checkpoint"
+        )
 
     def read_run(self, file: str, chunk: Chunk, start: int, end: int, target: memoryview, *, alone: bool = False) -> None:
         """Fill `target` with bytes start..end of a chunk's data; blocks that lie whole within go there directly.
@@ -142,21 +242,13 @@ class ShardReader:
         handle = self._memory.get(file)
         if handle is not None:
             if os.preadv(handle, [target], at) == len(target) and xxhash.xxh3_128_hexdigest(target) == chunk.blocks[number]:
-                with self._lock:
-                    if file in self._peers:
-                        self.bytes_from_peers += len(target)
-                    else:
-                        self.bytes_from_memory += len(target)
+                self._count(file, len(target), in_memory=True)
                 return
             with self._lock:
                 self._memory.pop(file, None)
         self._fill(file, at, target, ahead)
         if xxhash.xxh3_128_hexdigest(target) != chunk.blocks[number]:
-            raise DamagedCheckpointError(
-                f"tensor {chunk.name}: block {number} of the chunk at byte {chunk.at} is not what was committed",
-                where=str(self._directory / file),
-                hint="set this checkpoint aside and use an older one",
-            )
+            raise self._altered(file, chunk, number)
 
     def _handle(self, file: str) -> int:
         """The file on storage; opened now when another thread has just found that memory holds something else."""
@@ -173,11 +265,9 @@ class ShardReader:
         while done < len(target):
             count = os.preadv(handle, [target[done:]], at + done)
             if count == 0:
-                where = str(self._directory / file)
-                raise DamagedCheckpointError(f"ends at byte {at + done}: truncated", where=where, hint="use an older checkpoint")
+                raise self._truncated(file, at + done)
             done += count
-        with self._lock:
-            self.bytes_read += done
+        self._count(file, done, in_memory=False)
 
     def _around_cache(self, file: str, at: int, target: memoryview, ahead: int) -> int:
         """Copy what this thread has read with O_DIRECT, reading up to `ahead` bytes now if need be; bytes copied, 0: not possible."""

@@ -17,7 +17,15 @@ import msgspec
 
 from regrow.ckpt import catalog
 from regrow.ckpt.commit import publish
-from regrow.ckpt.manifest import RECORD_NAME, DamagedCheckpointError, Record, parse_directory, parse_record, read_record
+from regrow.ckpt.manifest import (
+    RECORD_NAME,
+    DamagedCheckpointError,
+    Record,
+    RemovedCheckpointError,
+    parse_directory,
+    parse_record,
+    read_record,
+)
 from regrow.ckpt.verify import verify
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.syncing import sync_directory
@@ -83,6 +91,7 @@ class Tier:
         """Put a checkpoint there, its record last. Returns the bytes; 0 when it was there already.
 
         Raises:
+            RemovedCheckpointError: retention was faster; what was copied of it has no record and counts as nothing.
             OperationalError: the store refuses or cannot be reached.
         """
         target = f"{self._root}/{directory.name}"
@@ -94,12 +103,18 @@ class Tier:
             if self._makes_folders:
                 self._fs.makedirs(target, exist_ok=True)  # an object store has no folders, and a bucket is not ours to make
             for entry in record.files:
+                if not (directory / entry.name).exists():
+                    raise _missing(directory, entry.name)
                 self._fs.put_file(str(directory / entry.name), f"{target}/{entry.name}")
                 done += entry.size_bytes
                 if progress is not None:
                     progress(done, record.num_bytes)
             try:
-                self._fs.pipe_file(f"{target}/{RECORD_NAME}", (directory / RECORD_NAME).read_bytes(), mode="create")
+                last = (directory / RECORD_NAME).read_bytes()  # still there: so were all files until now
+            except FileNotFoundError as error:
+                raise _missing(directory, RECORD_NAME) from error
+            try:
+                self._fs.pipe_file(f"{target}/{RECORD_NAME}", last, mode="create")
             except FileExistsError:
                 return 0  # another one mirrored the same checkpoint: the bytes are the same
         return done
@@ -158,6 +173,12 @@ class Tier:
                 return None
 
 
+def _missing(directory: Path, name: str) -> DamagedCheckpointError:
+    if (directory / RECORD_NAME).exists():
+        return DamagedCheckpointError("is missing", where=str(directory / name), hint="`regrow ckpt verify` says what else is wrong")
+    return RemovedCheckpointError("was removed while it was being copied", where=str(directory))
+
+
 class _Told:
     """Turns what a store's client raises into an OperationalError."""
 
@@ -190,7 +211,10 @@ def mirror(folder: Path, tier: Tier, *, keep: int, progress: Progress | None = N
     uploaded: list[str] = []
     num_bytes = 0
     for entry in newest:
-        count = tier.upload(Path(entry.directory), progress=progress)
+        try:
+            count = tier.upload(Path(entry.directory), progress=progress)
+        except RemovedCheckpointError:
+            continue  # a newer one is there, or the next pass finds it
         num_bytes += count
         uploaded += [entry.name] if count else []
     aside = {entry.name for entry in catalog.scan(folder) if entry.state == "damaged"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ from regrow.ckpt import differences, flatten, perrank
 from regrow.ckpt.catalog import set_aside_reason
 from regrow.ckpt.differences import ACCEPT_VARIABLE, FieldDifference
 from regrow.ckpt.envelope import ITEM_BYTES
+from regrow.ckpt.exchange import Exchange, GroupExchange
 from regrow.ckpt.flatten import Item
+from regrow.ckpt.layout import Box
 from regrow.ckpt.loading import Loaded, load_items
 from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, read_manifests, read_record
+from regrow.ckpt.place import Place
 from regrow.ckpt.protocol import CELL_BYTES, Wanted
 from regrow.ckpt.reshard import Source, blocks_of, byte_runs, compare_names, pieces, source_of
+from regrow.ckpt.sharing import ReadOnce, Sharing, Unit, plan_units
 from regrow.ckpt.sinks import Sink
 from regrow.errors import OperationalError
 from regrow.wire import GenerationSpec, RestorePoint
@@ -102,30 +106,68 @@ def check_names(opened: Opened, names: Collection[str]) -> None:
         )
 
 
-def load(opened: Opened, items: Sequence[Item], sink: Sink, alone: Collection[str] = ()) -> Loaded:
-    """Fill the live tensors of this rank: from this node's arenas where they still hold the files, else from the memory of other
-    nodes, else from storage.
+class Together(msgspec.Struct, frozen=True):
+    """What is known of all ranks that restore together."""
 
-    `alone`: names of tensors whose part no other process of this node reads.
+    exchange: Exchange
+    place: Place
+    held: list[list[Box]]
+    """What each rank needs."""
+    read_once: ReadOnce = "measured"
+
+
+def load(
+    opened: Opened, items: Mapping[str, Item], copies: Sequence[Item], sink: Sink, alone: Collection[str], together: Together
+) -> Loaded:
+    """Fill the live tensors of this rank: from this node's arenas where they still hold the files, else from the memory of other
+    nodes, else from storage; what replicas on several nodes need, by one of them for all where that is faster.
+
+    Args:
+        opened: The checkpoint.
+        items: This rank's tensors by name.
+        copies: More tensors under names of `items`.
+        sink: Has the arenas of this node.
+        alone: Names of tensors whose part no other process of this node reads.
+        together: All ranks; they call this together.
 
     Raises:
         DamagedCheckpointError: bytes are not what was committed.
         OperationalError: a tensor has another shape or type.
     """
-    shared = [item for item in items if _is_shared(item.box.name)]
+    shared = [item for item in (*items.values(), *copies) if _is_shared(item.box.name)]
     memory = sink.borrow(opened.directory)
     wanted = elsewhere(opened, shared, memory)
     peers = sink.gather(opened.directory, wanted) if wanted else {}
+
+    def read(wanted: Sequence[Item]) -> Loaded:
+        return load_items(opened.directory, opened.source, wanted, memory=peers | memory, peers=peers.keys() - memory.keys(), alone=alone)
+
     try:
-        cost = load_items(opened.directory, opened.source, shared, memory=peers | memory, peers=peers.keys() - memory.keys(), alone=alone)
+        units = _units(opened, together)
+        cost = Loaded(0, 0)
+        if units and isinstance(together.exchange, GroupExchange):
+            cost = Sharing(together.exchange, together.place.rank, together.read_once, read).run(units, dict(items))
+            by_others = {unit.box.name for unit in units if together.place.rank in (unit.giver, *unit.takers)}
+            shared = [item for item in shared if item.box.name not in by_others or item is not items[item.box.name]]
+        cost = cost.plus(read(shared))
     finally:
         for handle in (*memory.values(), *peers.values()):
             os.close(handle)
     log.info(
-        "restored step=%d bytes_needed=%d bytes_read=%d bytes_from_memory=%d bytes_from_peers=%d",
-        *(opened.record.step, cost.bytes_needed, cost.bytes_read, cost.bytes_from_memory, cost.bytes_from_peers),
+        "restored step=%d bytes_needed=%d %s",
+        opened.record.step,
+        cost.bytes_needed,
+        " ".join(f"{name}={value}" for name, value in cost.sources().items()),
     )
     return cost
+
+
+def _units(opened: Opened, together: Together) -> list[Unit]:
+    """What ranks read for each other. The same on all ranks; with peer memory nothing: that is read before storage."""
+    if together.read_once == "never" or len(together.place.spec.nodes) < 2 or any(manifest.buddy for manifest in opened.manifests):
+        return []
+    nodes = [data.decode() for data in together.exchange(together.place.node.encode())]
+    return plan_units([[box for box in boxes if _is_shared(box.name)] for boxes in together.held], nodes)
 
 
 def elsewhere(opened: Opened, items: Sequence[Item], here: Collection[str]) -> list[Wanted]:

@@ -17,16 +17,19 @@ from regrow.ckpt import exchange as exchanges
 from regrow.ckpt import flatten, plain, restoring
 from regrow.ckpt.commit import parent_of
 from regrow.ckpt.differences import FieldDifference
+from regrow.ckpt.finite import is_checked
 from regrow.ckpt.firststep import FirstStep
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.launch import Accepted, launched
-from regrow.ckpt.layout import Image, lay_out
+from regrow.ckpt.layout import Box, Image, lay_out
 from regrow.ckpt.loading import Loaded
 from regrow.ckpt.manifest import directory_name
 from regrow.ckpt.objects import Live, Objects
 from regrow.ckpt.place import Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
 from regrow.ckpt.protocol import ProducerHello, Submit
+from regrow.ckpt.restoring import Together
+from regrow.ckpt.sharing import ReadOnce
 from regrow.ckpt.sinks import DirectSink, Sink, WriterSink, WriterStuckError
 from regrow.ckpt.snapshot import Late, Snapshotter
 from regrow.errors import ConfigurationError, FencedError, OperationalError, RegrowError
@@ -63,6 +66,7 @@ class TrainState:
         check_first_step: Refuse the first update when what was restored has been changed before it.
         late_copy: Copy parameters and optimizer state while the next forward and backward run; the optimizer waits for the
             rest. Nothing but the optimizer may write to them. Without a compiler, and for devices, there is no such copy.
+        read_once: What replicas on several nodes need is read by one of them and sent to the others. The same on all ranks.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class TrainState:
         accept: Collection[str] = (),
         check_first_step: bool = True,
         late_copy: bool = False,
+        read_once: ReadOnce = "measured",
     ) -> None:
         """Nothing is read, written or allocated until the first restore or save; arguments: see the class."""
         self.step = place.spec.restore.step if place.spec.restore else 0
@@ -114,10 +119,11 @@ class TrainState:
         self._items: dict[str, Item] = {}
         self._live: dict[str, torch.Tensor] = {}
         self._retry_at = 0.0
-        self._plan_boxes: list[Any] = []
-        self._alone: frozenset[str] = frozenset()
+        self._plan_boxes: list[Box] = []
+        self._held: list[list[Box]] = []
         self._late_copy = late_copy
-        self._late_names: frozenset[str] = frozenset()
+        self._read_once: ReadOnce = read_once
+        self._alone = self._late_names = frozenset[str]()
         self._late: tuple[Late, Submit] | None = None
         self._snapshotter: Snapshotter | None = None
 
@@ -201,8 +207,7 @@ class TrainState:
         Raises:
             ConfigurationError: the state cannot be stored.
         """
-        live = self._look()
-        self._sink.begin(self._image(live).plan)
+        self._sink.begin(self._image(self._look()).plan)
 
     def _save(self, step: int, samples: int) -> str:
         if step == self._last_submitted:
@@ -333,12 +338,10 @@ class TrainState:
         self._live = live.tensors
         if self._late_copy:
             unchecked = set(self._objects.unchecked(live))
-            self._late_names = frozenset(
-                name for name in live.tensors if name.startswith(("model.", "optimizer.")) and name not in unchecked
-            )
+            self._late_names = frozenset(name for name in live.tensors if is_checked(name) and name not in unchecked)
         mine = uuid.uuid4().hex[:8].encode() + encode_boxes([item.box for item in self._items.values()])
         answers = self._exchange(mine)
-        held = [decode_boxes(answer[8:]) for answer in answers]
+        self._held = held = [decode_boxes(answer[8:]) for answer in answers]
         self._nonce = answers[0][:8].decode()
         self._names = sorted({box.name for boxes in held for box in boxes})
         self._plan_boxes = assign(held, self._column_strips)[self._place.rank]
@@ -368,25 +371,27 @@ class TrainState:
             DamagedCheckpointError: bytes are not what was committed; names file and tensor. Live state is then undefined.
             OperationalError: names or shapes do not match the model; lists them.
         """
-        point = point or self._place.spec.restore
-        if point is None:
+        if (point := point or self._place.spec.restore) is None:
             return 0
         self.join()
         opened = restoring.open_point(self._place.folder, point)
         live, spec = self._bind(), self._place.spec
         restoring.check_names(opened, self._names)
         self.differences = restoring.compare(opened, self._job_facts(), self._launched, spec, self._accept)
-        items = [*self._items.values(), *(flatten.item_of(name, value) for name, value in live.copies)]
-        self.loaded = restoring.load(opened, items, self._sink, self._alone)
+        together = Together(self._exchange, self._place, self._held, self._read_once)
+        copies = [flatten.item_of(name, value) for name, value in live.copies]
+        self._held, self.loaded = [], restoring.load(opened, self._items, copies, self._sink, self._alone, together)
         self._objects.load(opened.record, opened.private, live, spec, self._place.rank, opened.read)
-        changes = Accepted(self._objects.optimizer, live.names, self._launched, opened.groups())
-        changes.apply({one.field for one in self.differences if one.accepted}, self._objects.schedulers)
+        accepted = {one.field for one in self.differences if one.accepted}
+        Accepted(self._objects.optimizer, live.names, self._launched, opened.groups()).apply(accepted, self._objects.schedulers)
         self.step, self.samples = opened.record.step, opened.record.samples
         self._restored_step = self.step
         if self._check_first_step:
-            collect = lambda: self._objects.collect(self._place.rank).tensors  # noqa: E731
-            FirstStep(collect, self._objects.optimizers(), step=self.step, leave_out=self._objects.unchecked(live))
+            FirstStep(self._tensors, self._objects.optimizers(), step=self.step, leave_out=self._objects.unchecked(live))
         return self.step
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return self._objects.collect(self._place.rank).tensors
 
     def close(self) -> None:
         """Leave the writer; a snapshot that was handed over is still written."""

@@ -93,6 +93,11 @@ class _Run:
                 self._check_bytes(entry, path)
             elif entry.kind == "shards":
                 self._check_shards(entry, path, by_file)
+        if not (self._directory / RECORD_NAME).exists():
+            self._problems = []
+            self._found(
+                RECORD_NAME, "record", "the checkpoint was removed while it was being read: what was found says nothing about storage"
+            )
         return Verification(
             path=str(self._directory),
             step=self._record.step,

@@ -141,6 +141,7 @@ def run_rank(phase: dict, rank: int) -> dict:
     state = TrainState.attach(
         place, writer=phase["writers"][node], exchange=exchange.over(), model=model, optimizer=optimizer, scheduler=scheduler,
         aliases={"head.weight": "tok.weight"}, back_pressure=phase.get("back_pressure", "wait"),
+        read_once=phase.get("read_once", "measured"),
     )  # fmt: skip
     first = state.restore()
     draws = [float(torch.rand(()))] if first else []
@@ -161,7 +162,9 @@ def run_rank(phase: dict, rank: int) -> dict:
     dist.barrier()
     state.close()
     dist.destroy_process_group()
-    return {"rank": rank, "errors": errors, "reports": reports, "draws": draws, "lr": [g["lr"] for g in optimizer.param_groups]}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    loaded = state.loaded.sources() if state.loaded else {}
+    return {"rank": rank, "errors": errors, "reports": reports, "draws": draws, "lr": rates, "loaded": loaded}
 
 
 def run_phase(phase: dict) -> dict:
@@ -176,15 +179,17 @@ def run_phase(phase: dict) -> dict:
                 result = run_rank(phase, rank)
                 (folder / f"result-{phase['generation']}-{rank}.json").write_text(json.dumps(result))
                 code = 0
-            except BaseException:  # noqa: BLE001 - the rank's exit code tells
+            except BaseException as error:  # noqa: BLE001 - the rank's exit code tells
                 traceback.print_exc()
+                (folder / f"failure-{phase['generation']}-{rank}").write_text(f"{type(error).__name__}: {error}")
             finally:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     if any(codes):
-        return {"ok": False, "errors": [f"exit codes {codes}"], "ranks": []}
+        failures = [path.read_text() for path in sorted(folder.glob(f"failure-{phase['generation']}-*"))]
+        return {"ok": False, "errors": [f"exit codes {codes}"], "failures": failures, "ranks": []}
     ranks = [json.loads((folder / f"result-{phase['generation']}-{rank}.json").read_text()) for rank in range(world)]
     errors = [f"rank {one['rank']}: {error}" for one in ranks for error in one["errors"]]
     return {"ok": not errors, "errors": errors, "ranks": ranks}

@@ -54,7 +54,8 @@ async def test_any_mesh_to_any_other(ranks, writers, make_committer):
         if number == 0:
             read_with_stock_tools(Path(entry.directory))
         point = entry.restore_point()
-    assert len(catalog.scan(ranks.checkpoints)) == 2 * len(CHAIN)
+    there = {entry.step for entry in catalog.scan(ranks.checkpoints)}
+    assert there >= {2 * (number + 1) for number in range(len(CHAIN))}  # the step before is void where a node wrote it late
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from ckpt_small import Small
-from ckpt_synthetic import spec_of
+from ckpt_synthetic import simple, spec_of
 
 from regrow.ckpt import catalog
 from regrow.ckpt.manifest import DamagedCheckpointError
@@ -215,3 +215,24 @@ def point_of_new(folder: Path) -> str:
     small = Small(folder)
     small.save(1)
     return point(folder).directory
+
+
+def test_removed_while_it_is_mirrored(tmp_path):
+    """Retention is faster than the copy: nothing of it counts there, and the pass goes on with the others."""
+    folder, gone = tmp_path / "jobs", []
+    simple(folder, 1)
+    simple(folder, 2)
+    tier = Tier(f"file://{tmp_path}/second")
+
+    def take_away(done: int, total: int) -> None:
+        if not gone:
+            newest = next(entry for entry in catalog.scan(folder) if entry.step == 2)
+            gone.append(Path(newest.directory).rename(folder / ".regrow-trash-x"))
+
+    assert [Path(name).name[:17] for name in mirror(folder, tier, keep=2, progress=take_away).uploaded] == ["step-000000000001"]
+    assert [remote.record.step for remote in tier.scan()] == [1]
+    directory = simple(folder, 3)
+    (directory / "rank-00001.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match="is missing"):
+        tier.upload(directory)
+    assert [remote.record.step for remote in tier.scan()] == [1]

@@ -180,3 +180,19 @@ def test_a_wrong_path_is_wrong_usage(tmp_path, command, run):
     assert result.returncode == 2
     assert "does not exist" in json.loads(result.stdout)["error"]["what"]
     assert "try:" in result.stderr
+
+
+def test_removed_while_it_is_read(tmp_path):
+    """Retention takes it away and a later save writes over its files: that is no damage."""
+    directory = simple(tmp_path, 3)
+
+    def take_away(done: int, _total: int) -> None:
+        if directory.exists() and done > 4096:
+            gone = directory.rename(tmp_path / ".regrow-trash-x")
+            for path in gone.glob("rank-*"):
+                path.write_bytes(b"\xff" * path.stat().st_size)
+
+    result = verify(directory, progress=take_away)
+    assert not result.valid
+    assert [(problem.file, problem.kind) for problem in result.problems] == [("record.json", "record")]
+    assert "removed while it was being read" in result.problems[0].detail
