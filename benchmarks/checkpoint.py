@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/checkpoint.py [--quick] --json
 
-Four gloo ranks hold about 1.3 GB (0.3 with --quick) in 224 tensors, sharded over the ranks. Each repeat measures, one
+Four gloo ranks (--ranks) hold about 1.3 GB (0.3 with --quick) in 224 tensors, sharded over the ranks. Each repeat measures, one
 after the other: a warm memcpy of the same tensors (limit of a stall), an O_DIRECT write with fsync of the same bytes
 (limit of a save), dcp.async_save with a cached stager and plan cache (the best of the stock tools), ours until the
-record is written, and the training time that a window of steps loses to each. Then loads, warm: the same layout, 4 -> 2
+record is written, and the training time that a window of steps (--step-seconds each) loses to each, and to a late copy: its stall
+is the call and the wait before the optimizer. Then loads, warm: the same layout, 4 -> 2
 ranks, rows -> columns, 2-D, two pipeline stages -> one, each by dcp.load and by us with every block verified; and cold.
 Ratios are taken within a repeat; medians with min and max are printed.
 """
@@ -55,10 +56,14 @@ from regrow.ckpt.storing import write_file
 from regrow.ids import MeshShape
 from regrow.wire import GenerationSpec, RestorePoint, ShardsDurable
 
-RANKS = 4
 TENSORS = 224
 COLUMNS = 1024
 LAYOUTS = ("same", "4_to_2", "fsdp_to_tp", "two_d", "pp2_to_pp1")
+
+
+def layouts_of(ranks: int) -> tuple[str, ...]:
+    """What is loaded with so many ranks."""
+    return LAYOUTS if ranks == 4 else ("same", "fsdp_to_tp")
 
 
 class Holder(torch.nn.Module):
@@ -97,15 +102,15 @@ class Rank:
         self.rank = rank
         self.folder = folder
         self.options = options
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-        line = list(range(RANKS))
-        self.pair = dist.new_group([0, 1])
+        self.ranks: int = options.ranks
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=self.ranks)
+        line = list(range(self.ranks))
+        self.pair = dist.new_group([0, 1]) if self.ranks == 4 else None
         self.stock_group = dist.new_group(line)  # dcp.async_save talks in a thread: not on the group of training
-        self.meshes = {
-            "rows": DeviceMesh("cpu", line),
-            "two": DeviceMesh("cpu", [0, 1]),
-            "grid": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b")),
-        }
+        self.meshes = {"rows": DeviceMesh("cpu", line)}
+        if self.ranks == 4:
+            self.meshes["two"] = DeviceMesh("cpu", [0, 1])
+            self.meshes["grid"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
         rows = int(options.gigabytes * 1e9 / 4 / TENSORS / COLUMNS)
         self.shape = (max(8, rows // 8 * 8), COLUMNS)
         self.samples: dict[str, list[float]] = {}
@@ -162,6 +167,8 @@ class Rank:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
         if keep:
             self.samples.setdefault(name, []).append(float(seconds))
+            if self.rank == 0 and self.options.samples:
+                Path(self.options.samples).write_text(json.dumps(self.samples))
         return float(seconds)
 
     # --- saving ----------------------------------------------------------------------------------------------------
@@ -174,7 +181,7 @@ class Rank:
         memory = mmap.mmap(-1, -(-total // 4096) * 4096)
         memory.write(b"\1" * len(memory))
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        state = self.state(holder, RANKS)
+        state = self.state(holder, self.ranks)
         stager, planner = CachedStager(), DefaultSavePlanner(enable_plan_caching=True)
         for repeat in range(self.options.repeats + 1):
             keep = repeat > 0
@@ -183,7 +190,7 @@ class Rank:
             (self.folder / f"raw-{self.rank}").unlink()
             self._save_dcp(holder, stager, planner, repeat, keep=keep)
             self._save_ours(state, repeat + 1, keep=keep)
-        late = self.state(holder, RANKS, folder="late", late_copy=True)
+        late = self.state(holder, self.ranks, folder="late", late_copy=True)
         assert late.save(1, 1).outcome == "snapshot"
         late.join()
         self._await_record("late", 1)
@@ -251,13 +258,15 @@ class Rank:
         state, late = states
         left, right = torch.randn(384, 384), torch.randn(384, 384)
         locals_ = [value.to_local() for value in holder.parameters()]
-        steps = 30 if self.options.quick else 60
+        steps = 8 if self.options.quick else 16
+        trial = self.timed("trial", lambda: [torch.mm(left, right) for _ in range(20)], keep=False) / 20
+        products = max(1, round(self.options.step_seconds / trial))  # all ranks at once, as in the window
 
         def train(at: int, save: Callable[[], Any] | None) -> None:
             pending = None
             for step in range(steps):
-                for _ in range(6):
-                    torch.mm(left, right)
+                for _ in range(products):
+                    torch.mm(left, right)  # forward and backward: nothing that is saved is written
                 late.join()
                 for value in locals_[step % 8 :: 8]:
                     value.add_(1e-6)
@@ -291,8 +300,8 @@ class Rank:
     def measure_loads(self) -> None:
         """dcp.load and ours, interleaved, layout by layout."""
         rows = self._save_pair("rows", "same")
-        stages = self._save_pair("stages", "stages")
-        for layout in LAYOUTS:
+        stages = self._save_pair("stages", "stages") if self.ranks == 4 else rows
+        for layout in layouts_of(self.ranks):
             stock, ours = stages if layout == "pp2_to_pp1" else rows
             group = self.pair if layout == "4_to_2" else None
             if group is None or self.rank < 2:
@@ -304,7 +313,7 @@ class Rank:
         holder = self.holder(layout)
         stock = str(self.folder / f"load-{name}")
         dcp.save({"model": holder.state_dict()}, checkpoint_id=stock)
-        state = self.state(holder, RANKS, folder=f"our-{name}")
+        state = self.state(holder, self.ranks, folder=f"our-{name}")
         assert state.save(1, 1).outcome == "snapshot"
         self._await_record(f"our-{name}", 1)
         state.close()
@@ -314,7 +323,7 @@ class Rank:
         return stock, entry.restore_point()
 
     def _load(self, layout: str, stock: str, ours: RestorePoint, group: Any) -> None:
-        world = 2 if group is not None else RANKS
+        world = 2 if group is not None else self.ranks
         target, other = self.holder(layout), self.holder(layout)
 
         def by_dcp() -> None:
@@ -349,7 +358,7 @@ class Rank:
                 self._drop(Path(folder))
             keep = repeat > 0 or self.options.repeats < 3
             self.timed("disk_read", read_direct, keep=keep)
-            self.timed("ours_load_cold", lambda: self.state(other, RANKS, restore=ours).restore(), keep=keep)
+            self.timed("ours_load_cold", lambda: self.state(other, self.ranks, restore=ours).restore(), keep=keep)
             self.timed("dcp_load_cold", lambda: dcp.load({"model": target.state_dict()}, checkpoint_id=stock), keep=keep)
 
     def _drop(self, folder: Path) -> None:
@@ -367,8 +376,10 @@ def run_rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     """A forked rank's life."""
     torch.set_num_threads(1)
     one = Rank(rank, folder, options)
-    one.measure_saves()
-    one.measure_loads()
+    if "saves" in options.parts:
+        one.measure_saves()
+    if "loads" in options.parts:
+        one.measure_loads()
     if rank == 0:
         (folder / "samples.json").write_text(json.dumps(one.samples))
     dist.barrier()
@@ -413,7 +424,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
         while not (folder / "w.sock").exists():
             assert writer.poll() is None, "the writer did not start"
             time.sleep(0.02)
-        for rank in range(RANKS):
+        for rank in range(options.ranks):
             pid = os.fork()
             if pid == 0:
                 code = 1
@@ -459,22 +470,26 @@ def late_ratio(samples: dict[str, list[float]]) -> dict[str, float]:
 
 def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The named figures (medians) and their spread."""
-    spread = {
-        "stall_over_memcpy": ratio(samples, "ours_stall", "memcpy"),
-        "stall_over_best_dcp": ratio(samples, "ours_stall", "dcp_stall"),
-        "lost_time_over_best_dcp": ratio(samples, "lost_ours", "lost_dcp"),
-        "durable_over_disk": ratio(samples, "ours_durable", "disk"),
-        "save_speedup_over_dcp": ratio(samples, "dcp_durable", "ours_durable"),
-        "load_speedup_over_dcp": ratio(samples, "dcp_load_same", "ours_load_same"),
-        "load_cold_over_disk": ratio(samples, "ours_load_cold", "disk_read"),
-        "late_stall_over_best_dcp": late_ratio(samples),
-        "late_lost_time_over_best_dcp": ratio(samples, "lost_late", "lost_dcp"),
-        "load_cold_speedup_over_dcp": ratio(samples, "dcp_load_cold", "ours_load_cold"),
-    }
-    for layout in LAYOUTS[1:]:
-        spread[f"load_speedup_{layout}"] = ratio(samples, f"dcp_load_{layout}", f"ours_load_{layout}")
-    worst = min((spread[f"load_speedup_{layout}"] for layout in LAYOUTS[1:]), key=lambda one: one["median"])
-    spread["reshard_load_speedup_over_dcp"] = worst
+    spread: dict[str, dict[str, float]] = {}
+    if "memcpy" in samples:
+        spread |= {
+            "stall_over_memcpy": ratio(samples, "ours_stall", "memcpy"),
+            "stall_over_best_dcp": ratio(samples, "ours_stall", "dcp_stall"),
+            "lost_time_over_best_dcp": ratio(samples, "lost_ours", "lost_dcp"),
+            "durable_over_disk": ratio(samples, "ours_durable", "disk"),
+            "save_speedup_over_dcp": ratio(samples, "dcp_durable", "ours_durable"),
+            "late_stall_over_best_dcp": late_ratio(samples),
+            "late_lost_time_over_best_dcp": ratio(samples, "lost_late", "lost_dcp"),
+        }
+    if "disk_read" in samples:
+        spread["load_speedup_over_dcp"] = ratio(samples, "dcp_load_same", "ours_load_same")
+        spread["load_cold_over_disk"] = ratio(samples, "ours_load_cold", "disk_read")
+        spread["load_cold_speedup_over_dcp"] = ratio(samples, "dcp_load_cold", "ours_load_cold")
+        reshards = [layout for layout in LAYOUTS[1:] if f"dcp_load_{layout}" in samples]
+        for layout in reshards:
+            spread[f"load_speedup_{layout}"] = ratio(samples, f"dcp_load_{layout}", f"ours_load_{layout}")
+        worst = min((spread[f"load_speedup_{layout}"] for layout in reshards), key=lambda one: one["median"])
+        spread["reshard_load_speedup_over_dcp"] = worst
     return {name: value["median"] for name, value in spread.items()}, spread
 
 
@@ -485,6 +500,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--gigabytes", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4, help="other numbers than 4 measure the same layout and rows -> columns only")
+    parser.add_argument("--step-seconds", type=float, default=0.25, help="forward and backward of a step in the window")
+    parser.add_argument("--parts", default="saves,loads", help="what to measure: saves, loads or both")
+    parser.add_argument("--samples", default="", help="a file for the seconds as they come: what there is when the run is cut off")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
     options = parser.parse_args()
     options.gigabytes = options.gigabytes or (0.33 if options.quick else 1.31)
@@ -505,7 +524,7 @@ def main() -> None:
         "torch": torch.__version__,
         "system": platform.platform(),
         "gigabytes": options.gigabytes,
-        "ranks": RANKS,
+        "ranks": options.ranks,
     }
     if options.json:
         print(json.dumps({"figures": medians, "limits": limits, "spread": spread, "samples": samples, "machine": machine}))
