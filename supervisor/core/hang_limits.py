@@ -28,7 +28,8 @@ def limit(job: JobView, policy: Policy, *, stopped: bool, phases: Collection[str
     if stopped or not held:
         return step
     found = max(_of_phase(job, policy, phase, longest) for phase in held)
-    first = job.generation is None or job.generation.first_step_at is None
+    generation = job.generation
+    first = generation is None or (generation.first_step_at is None and not generation.adopted)  # a new leader has not seen the first step
     return max(found, step) if first else found
 
 

@@ -69,6 +69,15 @@ def test_before_the_first_step_a_restore_has_at_least_the_time_of_a_start() -> N
     assert limit(fresh, Policy(), stopped=False, phases={"restore"}, longest={}) == Policy().hang_first_step_seconds
 
 
+def test_a_generation_that_a_new_leader_took_over_is_not_before_its_first_step() -> None:
+    """It may hang in an evaluation since long ago; the leader that saw its first step is gone."""
+    taken = job(first_step_at=None, hang_phase_seconds={"eval": 5.0})
+    assert taken.generation is not None
+    taken = msgspec.structs.replace(taken, generation=msgspec.structs.replace(taken.generation, adopted=True))
+    assert limit(taken, Policy(), stopped=False, phases={"eval"}, longest={}) == 5.0
+    assert limit(taken, Policy(), stopped=False, phases={"restore"}, longest={}) == PHASES["restore"]
+
+
 def test_phases_are_learned_when_they_end_and_only_then() -> None:
     times = PhaseTimes()
     times.words(1, words("step", "step"), 0.0)
