@@ -179,6 +179,8 @@ def elsewhere(opened: Opened, items: Sequence[Item], here: Collection[str]) -> l
         here: Names of files that are in memory here.
     """
     holders = {rank.file: (manifest.node, manifest.buddy) for manifest in opened.manifests if manifest.buddy for rank in manifest.ranks}
+    if not holders:
+        return []
     sizes = {rank.file: rank.size_bytes for manifest in opened.manifests for rank in manifest.ranks}
     cells: dict[str, set[int]] = {}
     block = opened.source.block_bytes
