@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from regrow import wire
+from regrow.agent.progress import parse_location
 from regrow.agent.worker import regroup
 from regrow.agent.worker.buddy import Ring
 from regrow.agent.worker.digest import Digester
@@ -19,6 +21,7 @@ from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.live import LiveState
 from regrow.agent.worker.replay import Replay
 from regrow.agent.worker.steps import StepLoop
+from regrow.agent.worker.streams import StreamFile
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
 from regrow.ckpt import catalog
 from regrow.ckpt.exchange import Exchange
@@ -182,7 +185,7 @@ def bind(
     """Make the TrainState of this run, let the step loop save it, and watch it."""
     environment = run.environment
     watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), every=digest_every, budget=digest_budget)
-    live = _live_state(loop, objects) if regroup.possible() else None
+    live = _live_state(environment, loop, objects) if regroup.possible() else None
     if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
         if environment.checkpoint and environment.rank == 0:
             _log.warning(
@@ -214,10 +217,15 @@ def _with_live(state: BoundState, live: LiveState | None) -> BoundState:
     return state
 
 
-def _live_state(loop: StepLoop, objects: dict[str, Any]) -> LiveState:
+def _live_state(environment: WorkerEnvironment, loop: StepLoop, objects: dict[str, Any]) -> LiveState:
     """Marked by the step loop at each boundary, held by whoever ends the generation."""
     able = not (objects.get("data") or objects.get("extra") or objects.get("generators"))
-    live = LiveState(objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"), able=able)
+    kept: StreamFile | None = None
+    if able and environment.progress:
+        folder = Path(parse_location(environment.progress)[0]).parent.parent  # of the job on this node: all its generations have it
+        mesh = f"{environment.spec.mesh} of {environment.world_size}"
+        kept = StreamFile(folder / f"streams-{environment.local_rank}", rank=environment.rank, mesh=mesh)
+    live = LiveState(objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"), able=able, kept=kept)
     loop.live = live
     regroup.hold_by(live.hold)
     return live

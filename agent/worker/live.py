@@ -8,14 +8,13 @@ only holder. Who lacks it gets it from a peer. On another mesh the parts are oth
 (`handover`).
 
 Not offered, so that the disk is used: loaders with a state (`data=`), `extra=`, named generators. A rank that was replaced
-continues with random streams derived anew, as after a change of mesh: its own died with it.
+continues with the random streams of the process before it where that ran on the same node and mesh (`streams`), else with
+streams derived anew, as after a change of mesh.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import sys
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 import xxhash
 
 from regrow import wire
-from regrow.agent.worker import handover
+from regrow.agent.worker import handover, streams
 from regrow.ckpt import flatten, plain, private, rng
 from regrow.ckpt.exchange import Exchange
 from regrow.ckpt.layout import Box
@@ -48,9 +47,7 @@ class Held(msgspec.Struct, kw_only=True):
     values: dict[str, Any]
     boxes: list[Box]
     """Of the whole tensors, by name as in `tensors`; not those of copies (tied weights)."""
-    python: Any
-    torch: torch.Tensor
-    numpy: Any = None
+    streams: streams.Streams
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,18 +95,21 @@ def choose(offers: list[Offer], oldest: int) -> Source | None:
 class LiveState:
     """The live training state of a rank: marked at each boundary, held when the generation ends, taken up in the next."""
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, aliases: Any, *, able: bool) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any, scheduler: Any, aliases: Any, *, able: bool, kept: streams.StreamFile | None = None
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._schedulers = private.schedulers_of(scheduler)
         self._aliases = dict(aliases or {})
         self._able = able
+        self._kept = kept
         self._updating = False
         self._step = -1
         self._samples = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: list[int] = []
-        self._random: tuple[Any, torch.Tensor, Any] | None = None
+        self._streams: streams.Streams | None = None
         self._schedules: list[Any] = []
 
     def updating(self) -> None:
@@ -124,13 +124,14 @@ class LiveState:
             self._tensors = {name: flatten.local_of(value) for name, value in self._collect()[0].items()}
         self._step, self._samples, self._updating = step, samples, False
         self._versions = [value._version for value in self._tensors.values()]  # noqa: SLF001
-        numpy = sys.modules.get("numpy")
-        self._random = (random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None)
+        self._streams = streams.capture()
+        if self._kept is not None:
+            self._kept.write(step, self._streams)
         self._schedules = [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers]
 
     def hold(self) -> Held | None:
         """The state of the last completed step, if it is whole; None when something wrote to it since."""
-        if self._updating or self._step < 1 or self._random is None:
+        if self._updating or self._step < 1 or self._streams is None:
             return None
         tensors, values, names = self._collect()
         local = {name: flatten.local_of(value) for name, value in tensors.items()}
@@ -148,9 +149,7 @@ class LiveState:
             groups=list(private.groups(self._optimizer, names)),
             values=values,
             boxes=[flatten.item_of(name, value).box for name, value in tensors.items() if "#" not in name],
-            python=self._random[0],
-            torch=self._random[1],
-            numpy=self._random[2],
+            streams=self._streams,
         )
 
     def take_up(self, held: Held | None, spec: wire.GenerationSpec, rank: int, exchange: Exchange, group: Any) -> Source | None:
@@ -176,7 +175,7 @@ class LiveState:
             for name, value in local.items():
                 value.copy_(held.tensors[name])
             self._load(held.schedules, held.groups, held.values, names)
-            _set_random(held)
+            streams.put_back(held.streams)
         for taker, giver in sorted(source.givers.items()):
             if rank == giver:
                 _give(local, self._plain(names), taker, group)
@@ -184,6 +183,9 @@ class LiveState:
                 schedules, groups, values, stream = _take(local, giver, group)
                 self._load(schedules, groups, values, names)
                 rng.derive(stream, step=source.step, rank=rank, world_size=spec.world_size, generators={})
+                mine = self._kept.read(source.step) if self._kept is not None else None
+                if mine is not None:
+                    streams.put_back(mine)
         _log.info(
             "in place: state of step %d from memory, %d ranks from peers, %.3f s",
             source.step,
@@ -221,7 +223,7 @@ class LiveState:
                 schedules=held.schedules,
                 groups=held.groups,
                 values=held.values,
-                random=plain.encode(held.torch, "rng"),
+                random=plain.encode(held.streams.torch_state, "rng"),
             )
         catalogs = [msgspec.json.decode(data, type=handover.Catalog) for data in exchange(msgspec.json.encode(mine))]
         plan = handover.plan(catalogs, oldest)
@@ -267,14 +269,6 @@ class LiveState:
 
 def _shard(tensors: dict[str, torch.Tensor]) -> str:
     return xxhash.xxh3_128_hexdigest(encode_boxes([flatten.item_of(name, value).box for name, value in tensors.items()]))
-
-
-def _set_random(held: Held) -> None:
-    random.setstate(held.python)
-    torch.set_rng_state(held.torch)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and held.numpy is not None:
-        numpy.random.set_state(held.numpy)
 
 
 def _give(tensors: dict[str, torch.Tensor], rest: bytes, taker: int, group: Any) -> None:

@@ -1,0 +1,115 @@
+"""Random streams of a rank, where they outlive its process: a file of its slot, shared memory while the node lives.
+
+Survivors hand the state of the last completed step to a rank that is forked anew, but nobody else has its streams. So each
+rank writes them down at each boundary, and the process that takes its slot on the same node goes on with them: a run that
+lost a worker in place then draws what a run without a fault draws. Two halves in turn: the last two completed steps are
+there, and a half that was being written when the process died is told by its digest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+HALF_BYTES = 16_384
+"""Twice what the streams of Python, NumPy and torch take."""
+_HEAD = struct.Struct("<q8s")  # length, digest
+
+_Numpy = tuple[str, bytes, int, int, float]
+
+
+class Streams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """States of the global generators of a process after a completed step."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    torch: bytes
+    numpy: _Numpy | None = None
+    cuda: bytes | None = None
+
+    @property
+    def torch_state(self) -> torch.Tensor:
+        """Of torch's generator on the CPU."""
+        return _bytes_tensor(self.torch)
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    step: int
+    rank: int
+    mesh: str
+    streams: Streams
+
+
+def capture() -> Streams:
+    """As they are now."""
+    numpy: _Numpy | None = None
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        numpy = (name, keys.tobytes(), *rest)
+    on_gpu = torch.cuda.is_initialized()
+    return Streams(
+        python=random.getstate(),  # pyright: ignore[reportArgumentType] - a tuple of any in typeshed
+        torch=torch.get_rng_state().numpy().tobytes(),
+        numpy=numpy,
+        cuda=torch.cuda.get_rng_state().numpy().tobytes() if on_gpu else None,
+    )
+
+
+def put_back(streams: Streams) -> None:
+    """Let the generators of this process go on from there."""
+    random.setstate(streams.python)
+    torch.set_rng_state(streams.torch_state)
+    if streams.numpy is not None and "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"]
+        name, keys, *rest = streams.numpy
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    if streams.cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(_bytes_tensor(streams.cuda))
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class StreamFile:
+    """The file of one slot of a node, in the hands of the rank that has the slot. The last two steps that were written can be read."""
+
+    def __init__(self, path: Path, *, rank: int, mesh: str) -> None:
+        """`mesh`: on another one no rank goes on with a stream, for a rank is another part of the work there."""
+        self._rank = rank
+        self._mesh = mesh
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, 2 * HALF_BYTES)
+            self._map = mmap.mmap(descriptor, 2 * HALF_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def write(self, step: int, streams: Streams) -> None:
+        """Over the older half. Streams that are longer than a half (no generator of today has such) are not kept."""
+        data = msgspec.msgpack.encode(_Entry(step, self._rank, self._mesh, streams))
+        if len(data) > HALF_BYTES - _HEAD.size:
+            return
+        at = step % 2 * HALF_BYTES
+        self._map[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._map, at, len(data), xxhash.xxh3_64_digest(data))
+
+    def read(self, step: int) -> Streams | None:
+        """What this rank wrote after this step on this mesh, in whatever process; None: it is not there, or not whole."""
+        at = step % 2 * HALF_BYTES
+        length, digest = _HEAD.unpack_from(self._map, at)
+        if not 0 < length <= HALF_BYTES - _HEAD.size:
+            return None
+        data = self._map[at + _HEAD.size : at + _HEAD.size + length]
+        if xxhash.xxh3_64_digest(data) != digest:
+            return None
+        found = msgspec.msgpack.decode(data, type=_Entry)
+        return found.streams if (found.step, found.rank, found.mesh) == (step, self._rank, self._mesh) else None
