@@ -135,5 +135,5 @@ def test_a_slow_rank_of_the_example_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", ["first", "second"])
 def test_plans_of_an_outsider(plan: str, tmp_path: Path) -> None:
     """Cases E01, E03, J01, J03, K01, K03 and K07 as somebody would play them who knows the cases and not the detectors; docs/chaos.md has the
-    score of the first run of each."""
+    score of what was run."""
     run(Path(__file__).parent / "outsider" / f"{plan}.toml", tmp_path, 880)

@@ -34,7 +34,7 @@ def verb(root: Path) -> str:
     for name in (f"do-{os.getpid()}", "do-all"):
         with contextlib.suppress(OSError):
             word = (root / name).read_text().strip()
-            if name != "do-all":
+            if word and name != "do-all":  # empty: it is being written
                 (root / name).unlink()
             return word
     return ""
