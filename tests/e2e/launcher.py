@@ -114,12 +114,12 @@ class Run:
                 found.append(pid)
         return found
 
-    def inject(self, node: str, kind: str, rank: int = -1) -> dict[str, Any]:
-        """A fault through the agent's admin socket: kill_worker, stop_worker, kill_shim, kill_writer, kill_agent."""
+    def inject(self, node: str, kind: str, rank: int = -1, order: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A fault through the agent's admin socket: kill_worker, stop_worker, kill_shim, kill_writer, kill_agent; worker: `order`."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(20)
             connection.connect(str(self.root / "nodes" / node / "agent.sock"))
-            connection.sendall(json.dumps({"type": "inject", "kind": kind, "rank": rank}).encode() + b"\n")
+            connection.sendall(json.dumps({"type": "inject", "kind": kind, "rank": rank, "order": order or {}}).encode() + b"\n")
             return json.loads(connection.makefile().readline() or "{}")  # an agent that killed itself does not answer
 
     def story(self) -> str:

@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.launcher import Run
+from tests.e2e.launcher import TEST_MARK, Run
 from tests.e2e.test_spare import lose_power
 
 from regrow.agent.progress import read_progress
 from regrow.demo import compare, steplog, twin
+from regrow.processes import marked
 
 FAULTS = int(os.environ.get("REGROW_SOAK_FAULTS", "60"))
 SEED = int(os.environ.get("REGROW_SOAK_SEED", "1"))
-STEPS_A_FAULT = 12
+STEPS_A_FAULT = 8
 STEPS = STEPS_A_FAULT * FAULTS + 40
 NODES = 4
 SMALL = ("--hidden", "48", "--seq", "32", "--samples", "256")
@@ -45,8 +46,13 @@ KINDS = {
     "etcd": 1,
 }
 """{kind: share}."""
-MOST_MORE_DESCRIPTORS = 12
-"""A process that lived through many generations has at most so many open descriptors more than the youngest."""
+MOST_MORE_DESCRIPTORS = 64
+"""A process that lived through many generations has at most so many open descriptors more than the youngest: those of two
+generations before, which are let go late (21 each; six changes over in a row stay at that)."""
+MOST_ARENAS = 16
+"""Of a node's writer: two workers, two arenas each, and those of a mesh before that were not given up yet."""
+MOST_STORES = 3
+"""Of a node: the spare, the generation's, one that is just ending."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(6 * 3600)]
 
@@ -95,7 +101,8 @@ class Faults:
 
     def two_workers(self) -> None:
         """Of whatever nodes, at once."""
-        for pid in self.chance.sample(sorted(workers(self.run).values()), k=2):
+        there = sorted(workers(self.run).values())
+        for pid in self.chance.sample(there, k=min(2, len(there))):
             kill(pid)
 
     def again(self) -> None:
@@ -106,7 +113,9 @@ class Faults:
 
     def stopped(self) -> None:
         """A hang."""
-        kill(self.chance.choice(sorted(workers(self.run).values())), signal.SIGSTOP)
+        there = workers(self.run)
+        if there:
+            kill(self.chance.choice(sorted(there.values())), signal.SIGSTOP)
 
     def node(self) -> None:
         """Everything of it."""
@@ -139,12 +148,20 @@ class Faults:
             self.run.inject(f"n{self.chance.randrange(NODES)}", kind)
 
 
-def num_descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+def descriptors(pid: int) -> list[str]:
+    """What a process has open."""
+    return [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def assert_nothing_piles_up(run: Run) -> None:
+    """Descriptors of workers, arenas of writers, stores of shims: as many as one generation needs, however many there were."""
+    found = workers(run)
+    open_now = {place: len(descriptors(pid)) for place, pid in found.items()}
+    assert max(open_now.values()) - min(open_now.values()) <= MOST_MORE_DESCRIPTORS, open_now
+    arenas = {pid: sum("memfd:" in target for target in descriptors(pid)) for pid in run.pids("regrow.ckpt.writer")}
+    assert max(arenas.values()) <= MOST_ARENAS, arenas
+    stores = [pid for pid in marked(TEST_MARK, run.mark) if Path(f"/proc/{pid}/comm").read_text().strip() == "regrow-store"]
+    assert len(stores) <= MOST_STORES * NODES, stores
 
 
 def test_random_faults_leave_no_trace(launch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +171,6 @@ def test_random_faults_leave_no_trace(launch: Callable[..., Run], tmp_path: Path
     for name, seconds in (("HANG_FLOOR", 4), ("HANG_FIRST_STEP", 20), ("GROWTH_COOLDOWN", 2), ("RECONNECT", 5)):
         monkeypatch.setenv(f"REGROW_POLICY_{name}_SECONDS", str(seconds))
     monkeypatch.setenv("REGROW_SUPERVISOR_OBSERVE_ONLY", "quarantine")  # faults on purpose say nothing of a node
-    before = shared_memory()
     sizes = ("--local", str(NODES), "--nproc-per-node", "2", "--mesh", "2x2x2", "--global-batch", "16", "--micro-batch", "2")
     flags = (*sizes, "--in-place", "--max-restarts", "100000", "--job", "gpt")
     run = launch(*flags, "-m", "regrow.demo.train_gpt", "--steps", str(STEPS), "--seed", "0", *SMALL)
@@ -167,13 +183,10 @@ def test_random_faults_leave_no_trace(launch: Callable[..., Run], tmp_path: Path
         print(number, faults.story[-1], flush=True)
     last = faults.step()
     run.until(lambda: faults.step() > min(last + 5, STEPS - 5) and workers(run), f"steps after {faults.story[-3:]}")
-    open_now = sorted(num_descriptors(pid) for pid in workers(run).values())
-    assert open_now[-1] - open_now[0] <= MOST_MORE_DESCRIPTORS, open_now
+    assert_nothing_piles_up(run)
     assert run.wait(3600) == 0, f"{faults.story}\n{run.story()}"
     incidents: list[dict[str, Any]] = run.result()["incidents"]
     print(dict(kinds), len(incidents), "incidents", Counter(item["rung"] for item in incidents), run.result()["lost_steps"], "steps lost")
     result = compare.compare(tmp_path / "steps", one, last_step=STEPS, tolerances=compare.state_tolerances(one, two))
-    wrong = set(result.failed) - {"rng"}  # a replaced rank draws from a stream derived anew
-    assert not wrong, f"{wrong} {result.checks} {faults.story}"
+    assert result.passed, f"{result.failed} {result.checks} {faults.story}"
     assert run.gone(5.0) == []
-    assert shared_memory() <= before

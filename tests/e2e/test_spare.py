@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def lose_power(run: Run, node: str) -> int:
         if any(item.startswith(MARK.encode()) and item.endswith(f"nodes/{node}".encode()) for item in items):
             found.append(pid)
     for pid in found:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it was ending by itself
+            os.kill(pid, signal.SIGKILL)
     return len(found)
 
 
