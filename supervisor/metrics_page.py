@@ -146,10 +146,11 @@ def _put_pace(page: Page, name: str, job: JobView, generation: GenerationView | 
     for stat, value in zip(("min", "median", "max"), spread or (), strict=False):
         page.put("regrow_rank_compute_seconds", value, name, stat)
     page.put("regrow_rank_slowest", pace.slowest(), name)
-    slow = pace.straggler()
-    page.put("regrow_straggler_excess_ratio", slow[1] if slow is not None else 0.0, name)
-    if slow is not None:
-        page.put("regrow_straggler_rank", slow[0], name)
+    slow = generation.slow
+    worst = max((rank for rank in slow if rank >= 0), key=lambda rank: slow[rank].excess_ratio, default=-1)
+    page.put("regrow_straggler_excess_ratio", slow[worst].excess_ratio if worst in slow else 0.0, name)
+    if worst in slow:
+        page.put("regrow_straggler_rank", worst, name)
     page.put("regrow_step_exposed_ratio", pace.exposed(), name)
     page.put("regrow_memory_used_ratio", pace.memory_ratio(), name)
     wall = pace.wall()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from typing import Literal
 
 from regrow import wire
-from regrow.supervisor.stragglers import Stragglers
-
-log = logging.getLogger("regrow.supervisor")
 
 _SMOOTH = 0.8
 """Weight of the past in the running mean of each rank."""
@@ -28,7 +24,6 @@ class Pace:
         self._compute: dict[int, float] = {}
         self._step: dict[int, float] = {}
         self._memory: dict[str, float] = {}
-        self._stragglers = Stragglers()
 
     def stepped(self, message: wire.NodeSteps) -> None:
         """Reports of one node of one step; those of an earlier generation are passed over."""
@@ -38,9 +33,6 @@ class Pace:
             if report.step_seconds > 0:
                 self._step[report.rank] = _mean(self._step.get(report.rank), report.step_seconds)
                 self._compute[report.rank] = _mean(self._compute.get(report.rank), min(report.compute_seconds, report.step_seconds))
-        times = {one.rank: min(one.compute_seconds, one.step_seconds) for one in message.reports if one.step_seconds > 0}
-        for found in self._stragglers.report(message.step, times):
-            log.warning("straggler job=%s generation=%d: %s", message.job, message.generation, found.text)
 
     def memory(self, node: str, beat: wire.Beat) -> None:
         """Memory in use on a node's fullest GPU."""
@@ -60,12 +52,6 @@ class Pace:
     def slowest(self) -> int | None:
         """The rank that computes longest."""
         return max(self._compute, key=lambda rank: self._compute[rank]) if self._compute else None
-
-    def straggler(self) -> tuple[int, float] | None:
-        """(rank, excess as a share of the compute time) of who became slower than it was; rank -1: all did; None: nobody."""
-        found = self._stragglers.current
-        worst = max((one for one in found.values() if one.rank >= 0), key=lambda one: one.excess_ratio, default=found.get(-1))
-        return (worst.rank, worst.excess_ratio) if worst is not None else None
 
     def one_worker_seconds(self, world_size: int) -> float | None:
         """t1 by own compute: all of it, one after the other, without communication. None until every rank has reported.

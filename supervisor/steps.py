@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 
 from regrow import wire
 from regrow.supervisor.core import events as e
+from regrow.supervisor.stragglers import Stragglers
+
+log = logging.getLogger("regrow.supervisor")
 
 _OPEN_STEPS = 512
 """Reports of steps that never complete are dropped beyond this many."""
@@ -52,6 +56,7 @@ class Steps:
         self.job = job
         self.generation = generation
         self._ranks = node_ranks
+        self._stragglers = Stragglers()
         self._world = sum(len(ranks) for ranks in node_ranks.values())
         self._applied: dict[str, int] = {}
         self._base: int | None = None
@@ -76,6 +81,9 @@ class Steps:
             self._completed = self._base
         step = self._open.setdefault(message.step, _Open(now))
         found: list[e.Event] = []
+        times = {one.rank: min(one.compute_seconds, one.step_seconds) for one in message.reports if one.step_seconds > 0}
+        for slow in self._stragglers.report(message.step, times) if times else ():
+            log.warning("straggler job=%s generation=%d: %s", self.job, self.generation, slow.text)
         for report in message.reports:
             self._take(step, report)
             if report.replay is not None:
@@ -190,6 +198,7 @@ class Steps:
             tokens=known.tokens,
             learning_rate=known.learning_rate,
             grad_norm=known.grad_norm,
+            slow={rank: one.excess_ratio for rank, one in self._stragglers.current.items()},
         )
 
     def _forget(self) -> None:

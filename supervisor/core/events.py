@@ -226,6 +226,8 @@ class StepsCompleted(_Event, frozen=True, kw_only=True, tag="steps_completed"):
     tokens: int = 0
     learning_rate: float | None = None
     grad_norm: float | None = None
+    slow: dict[int, float] = {}
+    """{rank: by what share of the compute time it computes longer than it did, against the others}; rank -1: all."""
 
 
 class DigestsReported(_Event, frozen=True, kw_only=True, tag="digests_reported"):

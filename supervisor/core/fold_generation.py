@@ -16,6 +16,7 @@ from regrow.supervisor.core.view import (
     Incident,
     JobView,
     Refusal,
+    Slow,
     Stall,
 )
 
@@ -95,6 +96,7 @@ def steps_completed(job: JobView, current: GenerationView, event: e.StepsComplet
         reach_asked_at=None,
         reach={},
         wrong_step=wrong,
+        slow=_slow(current, event),
     )
     seconds = job.step_seconds
     if event.step_seconds > 0:
@@ -117,6 +119,13 @@ def steps_completed(job: JobView, current: GenerationView, event: e.StepsComplet
         ),
     )
     return _recovered(job, event)
+
+
+def _slow(current: GenerationView, event: e.StepsCompleted) -> dict[int, Slow]:
+    """Who is slow now, and since when."""
+    known = current.slow
+    since = {rank: known[rank].since if rank in known else event.at for rank in event.slow}
+    return {rank: Slow(excess_ratio=ratio, since=since[rank]) for rank, ratio in event.slow.items()}
 
 
 def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -> JobView:

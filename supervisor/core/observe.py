@@ -12,7 +12,7 @@ KINDS = ("quarantine", "growth", "drain", "recovery")
 """Kinds of automatic action that can be observed instead of done. `recovery` leaves a failed generation as it is."""
 
 EVICTION_WINDOW_SECONDS = 3600.0
-_EVICTIONS = ("unhealthy",)
+_EVICTIONS = ("unhealthy", "slow")
 
 
 def held(view: View, policy: Policy, kind: str) -> str:
@@ -41,7 +41,7 @@ def shadow(view: View, draft: Draft, made: Draft, *, kind: str, key: str, why: s
 
 
 def evicted(view: View, job: JobView, now: float) -> set[str]:
-    """Nodes that automatic decisions took out within the last hour: drained for their health, or quarantined."""
+    """Nodes that automatic decisions took out within the last hour: drained for their health, moved for being slow, or quarantined."""
     since = now - EVICTION_WINDOW_SECONDS
     out = {record.node for record in view.quarantine.values() if record.state in quarantine.OUT and record.since >= since}
     return out | {item.node for item in job.incidents if item.kind in _EVICTIONS and item.decided_at >= since}

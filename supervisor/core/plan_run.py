@@ -6,7 +6,7 @@ import msgspec
 
 from regrow.errors import ConfigurationError
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import goodput, ledger, membership, meshes, observe, plan_form, preempt, rates, symptoms
+from regrow.supervisor.core import goodput, ledger, membership, meshes, observe, plan_form, plan_slow, preempt, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -29,7 +29,8 @@ def plan(
 ) -> None:
     """What a healthy generation needs; `claimed`: what it has to give up to another job."""
     _evidence(job, draft)
-    leaving = _permitted(view, job, generation, _to_drain(view, job, generation, claimed), policy, now, draft)
+    wanted = _to_drain(view, job, generation, claimed) or plan_slow.to_move(view, job, generation, policy, now, taken, draft)
+    leaving = _permitted(view, job, generation, wanted, policy, now, draft)
     hurried = [at for name in leaving if (at := view.nodes[name].leaving_at) is not None and now < at + policy.coalesce_seconds]
     if hurried:
         draft.look(max(hurried) + policy.coalesce_seconds)
@@ -64,10 +65,12 @@ def _evidence(job: JobView, draft: Draft) -> None:
 
 
 _PREEMPTED = "preempted"
+_BY_ITSELF = ("health", plan_slow.SLOW)
+"""Nobody asked for these: they have an observe-only mode and a budget."""
 
 
 def _to_drain(view: View, job: JobView, generation: GenerationView, claimed: dict[str, preempt.Claim]) -> dict[str, tuple[str, str]]:
-    """Members that should go: {node: (why, asked | health | preempted)}."""
+    """Members that should go: {node: (why, asked | health | preempted | slow)}."""
     result = {name: (claim.why, _PREEMPTED) for name, claim in claimed.items() if name in generation.members}
     for name, why in membership.blocked(view, job).items():
         if name not in generation.members or not view.nodes[name].reachable or why == "cordoned":
@@ -80,8 +83,8 @@ def _to_drain(view: View, job: JobView, generation: GenerationView, claimed: dic
 def _permitted(
     view: View, job: JobView, generation: GenerationView, leaving: dict[str, tuple[str, str]], policy: Policy, now: float, draft: Draft
 ) -> dict[str, tuple[str, str]]:
-    """Those that go: all that were asked to, and of the sick ones as many as automation and the hour's budget let."""
-    sick = sorted(name for name, (_, kind) in leaving.items() if kind == "health")
+    """Those that go: all that were asked to, and of the sick and slow as many as automation and the hour's budget let."""
+    sick = sorted(name for name, (_, kind) in leaving.items() if kind in _BY_ITSELF)
     if not sick:
         return leaving
     off = observe.held(view, policy, "drain")
@@ -96,7 +99,7 @@ def _permitted(
         observe.note(view, draft, kind="drain", key=key, would=would, why=why, job=job.spec.job, node=name)
         if not off and f"evictions-{job.spec.job}" not in view.pages:
             draft.act(a.Page(key=f"evictions-{job.spec.job}", reason=f"{why}: look for a common cause", job=job.spec.job), because=why)
-    return {name: why for name, why in leaving.items() if name in allowed or why[1] != "health"}
+    return {name: why for name, why in leaving.items() if name in allowed or why[1] not in _BY_ITSELF}
 
 
 def _drain(
@@ -139,8 +142,8 @@ def _drain(
         draft.look(boundary.deadline)
         draft.say(f"drain: {text}; the save has {boundary.deadline - now:.1f} s left")
         return
-    preempted = all(kind == _PREEMPTED for _, kind in leaving.values())
-    _form_without(view, job, generation, names, text, policy, now, taken, draft, preempted=preempted)
+    kinds = {kind for _, kind in leaving.values()}
+    _form_without(view, job, generation, names, text, policy, now, taken, draft, only=kinds.pop() if len(kinds) == 1 else "")
 
 
 def _form_without(
@@ -154,12 +157,14 @@ def _form_without(
     taken: frozenset[str],
     draft: Draft,
     *,
-    preempted: bool,
+    only: str,
 ) -> None:
+    """`only`: why all of them go, where that is one thing."""
     node = view.nodes[names[0]]
     asked = names[0] in view.drains and not node.leaving
     kind, reason = ("leaving", "preemption") if node.leaving else ("drain", "") if asked else ("unhealthy", "infrastructure")
-    kind, reason = (_PREEMPTED, "") if preempted else (kind, reason)
+    if only in (_PREEMPTED, plan_slow.SLOW):
+        kind, reason = only, ""
     boundary = job.boundary
     since = boundary.asked_at if boundary is not None else now
     earlier = same_incident(job, names) if kind == "unhealthy" else None
@@ -242,8 +247,7 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
         draft.look(calm_at)
         draft.say(f"no growth: failures come in batches ({bursty:.1f} times the variance of chance): fix machines first")
         return
-    expected = 1.0 / rates.failure_rate(job, now)
-    horizon = min(policy.growth_horizon_seconds, max(policy.growth_horizon_least_seconds, expected))
+    horizon = rates.horizon_seconds(job, policy, now)
     restart = job.restart_seconds if job.restart_seconds is not None else policy.restart_seconds_prior
     gain, cost = (choice.workers_used - world) * horizon, world * (restart + (rates.median_step(job) or 0.0))
     numbers = f"gain {gain:.0f} GPU-s in {horizon:.0f} s, cost {cost:.0f} GPU-s"

@@ -61,6 +61,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     growth_horizon_seconds: float = 3600.0
     """The gain of a bigger mesh is counted over the expected time to the next failure, within these bounds: at the next
     failure growth costs nothing more, and a rate guessed from few incidents is no reason to leave nodes idle."""
+    slow_ratio: float = 0.0
+    """A rank whose own compute takes this share longer than it did, against the others, is moved to a spare. 0: never; 0.1 is a tenth."""
+    slow_seconds: float = 60.0
+    """It has to be slow for so long."""
     restart_seconds_prior: float = 10.0
     """From the decision to the first step of a new generation, before one was measured."""
     in_place_share: float = 0.5

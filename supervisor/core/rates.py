@@ -45,6 +45,11 @@ def median_step(job: JobView) -> float | None:
     return statistics.median(job.step_seconds) if job.step_seconds else None
 
 
+def horizon_seconds(job: JobView, policy: Policy, now: float) -> float:
+    """Over how long a change pays that the next failure undoes: the expected time to it, within the policy's bounds."""
+    return min(policy.growth_horizon_seconds, max(policy.growth_horizon_least_seconds, 1.0 / failure_rate(job, now)))
+
+
 def hang_limit(job: JobView, policy: Policy, *, stopped: bool = False) -> float:
     """Seconds without any change of progress after which a generation is hung.
 

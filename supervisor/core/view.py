@@ -129,6 +129,14 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
 
 
+class Slow(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that computes longer than it did."""
+
+    excess_ratio: float
+    """Share of the compute time."""
+    since: float
+
+
 class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     """One agreed set of members and mesh, from its record to its end."""
 
@@ -158,6 +166,8 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     """{rank: checks in which it was wrong in one run and right in the others}."""
     wrong_step: str = ""
     """The first step did not follow the restored one."""
+    slow: dict[int, Slow] = {}
+    """{rank: how much slower it became}; rank -1: all of them."""
     lost_peer_at: float | None = None
     """When a worker that goes on in place said that a peer is gone: it waits, and does not end."""
     completed_step: int | None = None
