@@ -72,18 +72,9 @@ SLOW = msgspec.structs.replace(KINDS["worker_slow"], straggler=True)
 
 def shot(kind: str, *, said: dict[str, Any] | None = None, seen: float = 2.0, **values: Any) -> Shot:
     incident = None if said is None else {"id": "i1", "recovered": True, "seconds": 3.0, "lost_steps": 1, "text": "t", **said}
-    return Shot(
-        **{
-            "kind": kind,
-            "node": "n1",
-            "rank": 1,
-            "at": 0.0,
-            "deadline_seconds": 10.0,
-            "seen_at": None if said is None else seen,
-            "incident": incident,
-            **values,
-        }
-    )
+    seen_at = None if said is None else seen
+    usual: dict[str, Any] = {"node": "n1", "rank": 1, "at": 0.0, "deadline_seconds": 10.0, "seen_at": seen_at, "incident": incident}
+    return Shot(kind=kind, **{**usual, **values})
 
 
 class TestScore:

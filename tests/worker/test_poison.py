@@ -23,7 +23,7 @@ def test_a_poisoned_state_is_told_as_long_as_it_lasts() -> None:
     watch, model, optimizer = watched()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    bias = model[3].bias
+    bias = dict(model.named_parameters())["3.bias"]
     spoiled = bias.grad
     assert spoiled is not None
     spoiled[1] = math.nan
@@ -42,6 +42,6 @@ def test_what_a_refused_snapshot_names_is_looked_into() -> None:
     watch.doubt("")
     watch.doubt("rank 1: No space left on device")
     assert watch.poisoned() == ""
-    model[4].weight.data[0, 0] = math.inf
+    dict(model.named_parameters())["4.weight"].data[0, 0] = math.inf
     watch.doubt(f"rank 1: {refusal('model.4.weight')} (/some/folder)")
     assert watch.poisoned() == "model.4.weight"
