@@ -81,6 +81,7 @@ async def test_four_replicas_on_two_nodes_read_one_copy(ranks, writers, make_com
     ranks.next_spec(mesh)
     result = await ranks.phase(mesh, restore=entry.restore_point(), read_once="always")
     assert result["errors"] == ["exit codes [1, 1, 1, 1]"], "all are told, nobody waits"
+    assert len(result["failures"]) == 4
     for failure in result["failures"]:
         assert failure.startswith("DamagedCheckpointError: rank ")
         assert "tensor model.layers.1.up.weight: block 0" in failure
