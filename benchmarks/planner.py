@@ -129,6 +129,7 @@ def measure(mesh: MeshShape, micro: int, steps: int) -> list[dict[str, float]]:
 def machine_request(mesh: MeshShape, micro: int, *, shared: bool) -> Request:
     """One core a rank. Where ranks share cores another one works while one waits: no bubble, as if the schedule had none."""
     there = inventory.uniform(1, mesh.world_size, device="cpu", gpu_memory_gb=16)
+    without_bubble = "zbv" if 2 * mesh.pp <= SIZES["layers"] else "zb-h1"  # two chunks a stage need the layers for it
     return Request(
         model=shape.make(**SIZES, ffn=4 * SIZES["hidden"], vocab=256),
         inventory=there,
@@ -136,7 +137,7 @@ def machine_request(mesh: MeshShape, micro: int, *, shared: bool) -> Request:
         micro_batch=(micro,),
         context_bytes=0.0,
         zero=0,
-        schedule="gpipe" if GLOBAL_BATCH // (micro * mesh.dp) < mesh.pp else "zbv" if shared else "1f1b",
+        schedule="gpipe" if GLOBAL_BATCH // (micro * mesh.dp) < mesh.pp else without_bubble if shared else "1f1b",
     )
 
 
