@@ -67,17 +67,18 @@ def ettr(job: JobView, now: float) -> float | None:
 
 def account(job: JobView, now: float) -> EffortRecord:
     """What was counted in this term and in those before it. Between two terms what was reserved stayed reserved."""
-    effort, past = reserve(job.effort, now, job.effort.num_reserved), job.past
-    best = [value for value in (effort.best_gpu_seconds_per_step, past.best_gpu_seconds_per_step if past else None) if value is not None]
-    between = max(0.0, effort.since - past.until) * past.num_reserved if past else 0.0
+    effort = reserve(job.effort, now, job.effort.num_reserved)
+    past = job.past or EffortRecord(since=effort.since, until=effort.since, base_step=job.effort_base)
+    best = [value for value in (effort.best_gpu_seconds_per_step, past.best_gpu_seconds_per_step) if value is not None]
+    between = max(0.0, effort.since - past.until) * past.num_reserved
     return EffortRecord(
-        since=past.since if past else effort.since,
-        until=max(now, effort.reserved_at),
-        reserved_gpu_seconds=effort.reserved_gpu_seconds + (past.reserved_gpu_seconds + between if past else 0.0),
+        since=past.since,
+        until=effort.reserved_at,
+        reserved_gpu_seconds=past.reserved_gpu_seconds + between + effort.reserved_gpu_seconds,
         num_reserved=effort.num_reserved,
-        productive_seconds=effort.productive_seconds + (past.productive_seconds if past else 0.0),
+        productive_seconds=past.productive_seconds + effort.productive_seconds,
         best_gpu_seconds_per_step=min(best, default=None),
-        base_step=past.base_step if past else job.effort_base,
+        base_step=past.base_step,
         frontier=job.frontier,
     )
 
