@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group exists: its functions take the world's group of their import as a default and keep it
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +55,8 @@ def main() -> None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             print(f"step={step} loss={loss.item():.6f} world={world} restarts={restarts}", flush=True)
     # The reducer goes before the group does: the last owner of a gloo group joins its threads, and a reducer does so with
-    # the interpreter's lock in hand, which a thread that drops the last operation's state may be waiting for.
+    # the interpreter's lock in hand, which a thread that drops the last operation's state may be waiting for. With an owner
+    # left, the threads outlive the interpreter, and one that asks for its lock then ends the process by SIGABRT.
     del model
     dist.destroy_process_group()
 
