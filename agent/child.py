@@ -23,6 +23,7 @@ import traceback
 import types
 from pathlib import Path
 
+from regrow.agent import fuse
 from regrow.agent.protocol import WorkerStart
 
 _PR_SET_PDEATHSIG = 1
@@ -194,6 +195,7 @@ def _reseed() -> None:
 
 def _run_user_code(worker: WorkerStart) -> int:
     failure: BaseException | None = None
+    light_fuse = fuse.laid(worker.env.get(fuse.VARIABLE, ""))
     try:
         if worker.module:
             sys.modules["__main__"] = types.ModuleType("__main__")
@@ -206,6 +208,7 @@ def _run_user_code(worker: WorkerStart) -> int:
         failure = error
     if failure is None:
         return 0
+    light_fuse()
     trace = _user_frames(failure.__traceback__)
     _write_error_file(worker.env.get("TORCHELASTIC_ERROR_FILE", ""), failure, trace)
     sys.excepthook(type(failure), failure.with_traceback(trace), trace)

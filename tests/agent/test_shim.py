@@ -106,6 +106,25 @@ async def test_a_traceback_names_user_frames_only(harness: Make) -> None:
     assert "in f" in message["extraInfo"]["py_callstack"]
 
 
+ENDLESS_END = """
+import atexit, ctypes
+atexit.register(ctypes.PyDLL(None).pause)  # a call into C that keeps the interpreter's lock, for ever
+raise MemoryError("out of address space")
+"""
+
+
+async def test_a_rank_that_failed_cannot_stay_in_its_own_end(harness: Make) -> None:
+    h = harness()
+    await h.up()
+    error_file = h.state / "error.json"
+    env = {"PATH": os.environ["PATH"], "TORCHELASTIC_ERROR_FILE": str(error_file), "REGROW_EXIT_SECONDS": "0.3"}
+    await h.start([h.worker([h.script(ENDLESS_END)], env=env)])
+    ended = (await h.next(protocol.WorkerEnded))[0]
+    assert ended.worker.status == 1 << 8, "an exit code like that of any uncaught exception, not a signal"
+    assert json.loads(error_file.read_text(encoding="utf-8"))["message"]["message"] == "MemoryError: out of address space"
+    assert "MemoryError" in h.output()
+
+
 async def test_a_missing_script_or_folder_is_named(harness: Make) -> None:
     h = harness()
     await h.up()
