@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,12 +58,14 @@ def _faults(text: str) -> tuple[str, ...]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout)
+    from regrow.cli.tables import console
+
+    screen = console()
+    whole = not screen.is_terminal  # in a log each check is one line, however long
     names = list(dict.fromkeys(name for incident in result["incidents"] for name in incident.get("phases", {})))
-    table = Table(title="Recoveries (seconds)", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="Recoveries (seconds)", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("fault", no_wrap=True)
     table.add_column("node", no_wrap=True)
     for name in [*names, "total"]:
@@ -72,12 +73,9 @@ def _print(result: dict[str, Any]) -> None:
     for incident in result["incidents"]:
         cells = [f"{incident.get('phases', {}).get(name, 0.0):.2f}" for name in names]
         table.add_row(str(incident["kind"]), str(incident.get("node", "")), *cells, f"{incident.get('seconds') or 0:.2f}")
-    console.print(table)
+    screen.print(table)
     for check in result["checks"]:
-        console.print(
-            f"{'holds' if check['ok'] else 'FAILS'}  {check['name']}: {check['detail']}",
-            style=None if check["ok"] else "bold red",
-            markup=False,
-        )
-    console.print(result["summary"])
-    console.print(f"report: {result['report']}", soft_wrap=True)
+        text = f"{'holds' if check['ok'] else 'FAILS'}  {check['name']}: {check['detail']}"
+        screen.print(text, style=None if check["ok"] else "bold red", soft_wrap=whole)
+    screen.print(result["summary"], soft_wrap=whole)
+    screen.print(f"report: {result['report']}", soft_wrap=True)
