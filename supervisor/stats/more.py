@@ -68,17 +68,20 @@ def _gaps(hours: list[float], start: float, end: float) -> survival.Curve:
 
 
 def _nodes(failures: list[Failure], start: float, end: float, num_nodes: int, node_hours: dict[str, float] | None) -> dict[str, Any] | None:
-    first: dict[str, float] = {}
+    first: dict[str, Failure] = {}
     for failure in failures:
-        if failure.node and failure.node not in first:
-            age = failure.node_age_hours if failure.node_age_hours is not None else failure.at_hours - start
-            first[failure.node] = max(0.0, age)
+        if failure.node:
+            first.setdefault(failure.node, failure)
     if not first:
         return None
+    aged = all(failure.node_age_hours is not None for failure in first.values())
+    times = [max(0.0, (failure.node_age_hours or 0.0) if aged else failure.at_hours - start) for failure in first.values()]
     others = {name: hours for name, hours in (node_hours or {}).items() if name not in first}
     censored = list(others.values()) if node_hours else [end - start] * max(0, num_nodes - len(first))
-    curve = survival.kaplan_meier([*first.values(), *censored], [True] * len(first) + [False] * len(censored))
-    scale = "node age" if any(failure.node_age_hours is not None for failure in failures) else "time since the start of the observation"
+    curve = survival.kaplan_meier([*times, *censored], [True] * len(times) + [False] * len(censored))
+    scale = "node age" if aged else "time since the start of the observation"
+    if aged and censored and not node_hours:
+        scale += " (of nodes that did not fail only the time of observation is known)"
     return msgspec.to_builtins(curve) | {"scale": scale}
 
 
