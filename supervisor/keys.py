@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Keys:
-    """The contract of design.md section 5, and four keys more: `epoch` (the highest term), `cordons/<node>`, `actuations/<actuator>/<node>` and
-    `jobs/<job>/incidents`."""
+    """The contract of design.md section 5, and five keys more: `epoch` (the highest term), `cordons/<node>`, `actuations/<actuator>/<node>`,
+    `jobs/<job>/incidents` and `jobs/<job>/learned`."""
 
     def __init__(self, cluster: str) -> None:
         self.root = f"/regrow/{cluster}"
@@ -21,7 +21,7 @@ class Keys:
         self.actuations = f"{self.root}/actuations/"
 
     def job(self, job: str, what: str) -> str:
-        """spec, generation, ledger, command or incidents of a job."""
+        """spec, generation, ledger, command, incidents or learned (times) of a job."""
         return f"{self.jobs}{job}/{what}"
 
     def members(self, job: str, generation: int, chunk: int) -> str:

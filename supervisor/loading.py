@@ -14,7 +14,7 @@ from regrow.ckpt import catalog
 from regrow.errors import OperationalError
 from regrow.store.base import Listing, Store
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
+from regrow.supervisor.core.records import LearnedRecord, LedgerRecord, QuarantineRecord
 from regrow.supervisor.effects import Cordon, Incidents, Members
 from regrow.supervisor.keys import Keys
 
@@ -88,6 +88,7 @@ async def _job(keys: Keys, listing: Listing, name: str, now: float) -> tuple[e.J
         generation=generation.spec if generation is not None and not over else None,
         members=members if not over else {},
         ledger=ledger,
+        learned=_value(items, "learned", LearnedRecord),
         incidents=incidents.items if incidents is not None else (),
         command=command.command if command is not None else "run",
         checkpoints=found.checkpoints,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +16,17 @@ from regrow.supervisor import describe
 from regrow.supervisor.beat_server import Connection
 from regrow.supervisor.config import SupervisorConfig
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core import hang_limits
 from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.invariants import check
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
-from regrow.supervisor.core.view import JobView, View
+from regrow.supervisor.core.view import View
 from regrow.supervisor.detector import Silence, Stall
 from regrow.supervisor.effects import Effects, Incidents
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
+from regrow.supervisor.learned import Learned
 from regrow.supervisor.linger import Linger
-from regrow.supervisor.phase_times import PhaseTimes
 from regrow.supervisor.steps import Steps
 
 log = logging.getLogger("regrow.supervisor")
@@ -82,13 +80,13 @@ class Term:
         self._wake = asyncio.Event()
         self._silence = Silence(silence_seconds=config.silence_seconds, look_seconds=_LOOK_SECONDS)
         self._stalls: dict[str, Stall] = {}
-        self._phase_times: defaultdict[str, PhaseTimes] = defaultdict(PhaseTimes)
         self._lingers: dict[str, Linger] = {}
         self._steps: dict[str, Steps] = {}
         self._spare: dict[str, str] = {}
         self._acknowledge: list[e.WorkersExited] = []
         self._told: dict[str, tuple[str, float, int, bool]] = {}
         self._closed = False
+        self._learned = Learned(policy, lambda job, record: self.effects.write(keys.job(job, "learned"), msgspec.json.encode(record)))
         self.effects = Effects(store, keys, comparison=comparison, connections=self.connections, post=self.post, now=now, lost=self.end)
 
     def end(self, reason: str) -> None:
@@ -108,6 +106,8 @@ class Term:
         self.effects.start()
         watches = [asyncio.create_task(self._watch_nodes()), asyncio.create_task(self._watch_checkpoints())]
         for event in begin:
+            if isinstance(event, e.JobLoaded):
+                self._learned.loaded(event.spec.job, event.learned, self._now())
             if isinstance(event, e.JobLoaded) and event.incidents:
                 self._told[event.spec.job] = event.incidents[-1].mark  # as the store has them: not written again
         self.post(e.LeaderStarted(at=self._now(), epoch=self._epoch, supervisor=self._name), *begin)
@@ -155,6 +155,7 @@ class Term:
             describe.journal_action(self._journal, self._epoch, seq, now, action, result.decision.reason if index == 0 else "")
         self._follow_generations(now)
         self._keep_incidents()
+        self._learned.keep(self.view.jobs, now)
         for seq, action in result.actions:
             self.effects.dispatch(seq, action, self.view)
         for exited in self._acknowledge:
@@ -208,17 +209,13 @@ class Term:
             job = self.view.jobs.get(name)
             if job is None or job.generation is None or job.generation.number != stall.generation:
                 continue
-            found = stall.look(now, self._limit(job, stall))
+            found = stall.look(now, self._learned.limit(job, stall))
             if found is None and self._policy.end_linger_seconds:
                 found = self._lingers[name].look(job.generation, stall.ranks, now, self._policy.end_linger_seconds)
             if found is None and job.spec.hang_idle_seconds and not stall.ever:
                 found = self._lingers[name].idle(job.generation, now, job.spec.hang_idle_seconds)
             if found is not None:
                 self.post(found)
-
-    def _limit(self, job: JobView, stall: Stall) -> float:
-        longest = self._phase_times[job.spec.job].longest()
-        return hang_limits.limit(job, self._policy, stopped=stall.stopped, phases=stall.phases, longest=longest)
 
     def _reachable(self, node: str, now: float, *, reachable: bool) -> None:
         for steps in self._steps.values():
@@ -291,7 +288,7 @@ class Term:
                 log.info("node=%s sent a message of an unknown type %r", node, message.kind)
             case _:
                 if isinstance(message, wire.CheckpointChanged) and message.state == "snapshot":
-                    self._phase_times[message.job].took("save", message.stall_seconds)
+                    self._learned.times(message.job).took("save", message.stall_seconds)
                 self.post(describe.event_of(node, message, now))
 
     def _exits(self, event: e.WorkersExited) -> None:
@@ -310,7 +307,7 @@ class Term:
         for name, stall in self._stalls.items():
             if stall.generation != beat.generation or not self._is_member(name, node):
                 continue
-            self._phase_times[name].words(beat.generation, beat.progress, now)
+            self._learned.times(name).words(beat.generation, beat.progress, now)
             resumed = stall.words(beat.progress, now)
             if resumed is not None:
                 self.post(resumed)

@@ -11,7 +11,7 @@ import msgspec
 
 from regrow import wire
 from regrow.supervisor.core.actions import Action
-from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
+from regrow.supervisor.core.records import LearnedRecord, LedgerRecord, QuarantineRecord
 from regrow.supervisor.core.view import Incident
 
 
@@ -83,6 +83,7 @@ class JobLoaded(_Event, frozen=True, kw_only=True, tag="job_loaded"):
     generation: wire.GenerationSpec | None = None
     members: dict[str, tuple[wire.WorkerAssignment, ...]] = {}
     ledger: LedgerRecord | None = None
+    learned: LearnedRecord | None = None
     command: str = "run"
     checkpoints: tuple[wire.CheckpointRecord, ...] = ()
     highest_generation: int = 0

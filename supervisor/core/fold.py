@@ -10,7 +10,7 @@ from regrow import wire
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import fold_corruption, fold_issued, fold_nodes, goodput
 from regrow.supervisor.core import fold_generation as generation
-from regrow.supervisor.core.records import LedgerRecord
+from regrow.supervisor.core.records import LearnedRecord, LedgerRecord
 from regrow.supervisor.core.view import CheckpointView, Effort, GenerationView, Incident, JobView, Member, Outcome, View
 
 _change = msgspec.structs.replace
@@ -151,6 +151,7 @@ def _job_loaded(view: View, event: e.JobLoaded) -> View:
         frontier=frontier,
         effort_base=frontier,
         past=ledger.effort if outcome is None else None,
+        learned=event.learned or LearnedRecord(),
         outcome=outcome,
         paused=event.command == "pause" and event.generation is None,
         incidents=_told(event.incidents, generation),

@@ -41,8 +41,8 @@ def in_batches(job: JobView, now: float, window_seconds: float) -> float | None:
 
 
 def median_step(job: JobView) -> float | None:
-    """Median of the last step durations in seconds; None before the first."""
-    return statistics.median(job.step_seconds) if job.step_seconds else None
+    """Median of the last step durations in seconds; before the first of this term what the leader before wrote down, or None."""
+    return statistics.median(job.step_seconds) if job.step_seconds else job.learned.step_seconds
 
 
 def horizon_seconds(job: JobView, policy: Policy, now: float) -> float:
@@ -54,7 +54,7 @@ def hang_limit(job: JobView, policy: Policy, *, stopped: bool = False) -> float:
     """Seconds without any change of progress after which a generation is hung.
 
     The job's fixed limit wins; else max(floor, factor x median step). Before the first step of a generation the limit
-    is at least `hang_first_step_seconds`.
+    is at least `hang_first_step_seconds`; a new leader knows from the one before it whether there was one.
 
     Args:
         stopped: an agent sees a worker whose process does not run.
@@ -63,7 +63,7 @@ def hang_limit(job: JobView, policy: Policy, *, stopped: bool = False) -> float:
     factor = policy.hang_stopped_factor if stopped else policy.hang_factor
     limit = job.spec.hang_seconds or max(policy.hang_floor_seconds, factor * (step or 0.0))
     generation = job.generation
-    if generation is None or generation.first_step_at is None:
+    if generation is None or (generation.first_step_at is None and generation.number != job.learned.generation):
         limit = max(limit, policy.hang_first_step_seconds)
     return limit
 

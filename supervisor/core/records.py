@@ -43,6 +43,18 @@ class EffortRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Completed steps at `until`."""
 
 
+class LearnedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """/jobs/<job>/learned: times from which limits follow. Survives the leader."""
+
+    generation: int = -1
+    """The last one that completed a step."""
+    step_seconds: float | None = None
+    """Median of the last steps."""
+    phase_seconds: dict[str, float] = {}
+    """{phase: longest of the last ones}."""
+    version: int = wire.PROTOCOL_VERSION
+
+
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """/jobs/<job>/ledger: charges and how the job ended. Survives the leader."""
 

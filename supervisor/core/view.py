@@ -8,7 +8,7 @@ import msgspec
 
 from regrow import wire
 from regrow.supervisor.core.links import Reach
-from regrow.supervisor.core.records import EffortRecord, LedgerRecord, QuarantineRecord
+from regrow.supervisor.core.records import EffortRecord, LearnedRecord, LedgerRecord, QuarantineRecord
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,6 +313,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Back-off: no new generation before this instant."""
     restart_seconds: float | None = None
     """Measured duration of the last recovery."""
+    learned: LearnedRecord = LearnedRecord()
+    """Times that earlier leaders wrote down."""
     step_seconds: tuple[float, ...] = ()
     mesh_seconds: dict[str, tuple[int, float]] = {}
     """{mesh: (world size, median step seconds)}, for scaling efficiency."""

@@ -12,8 +12,10 @@ from regrow.local.job import hang_phases
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.hang_limits import PHASES, limit
 from regrow.supervisor.core.policy import Policy
+from regrow.supervisor.core.records import LearnedRecord
 from regrow.supervisor.core.view import Effort, GenerationView, JobView, Member
 from regrow.supervisor.detector import Stall
+from regrow.supervisor.learned import Learned
 from regrow.supervisor.linger import Linger
 from regrow.supervisor.phase_times import PhaseTimes
 
@@ -171,3 +173,38 @@ def test_flags() -> None:
         with pytest.raises(ConfigurationError, match="cannot read"):
             hang_phases((word,))
     assert msgspec.json.decode(msgspec.json.encode(job().spec), type=wire.JobSpec).hang_phase_seconds == {}
+
+
+def test_what_was_learned_goes_on_in_the_next_leaders_term() -> None:
+    """An evaluation of 200 s is no hang after ten minutes of the old leader and is none for the new one; nor is a step before its first."""
+    written: list[LearnedRecord] = []
+    old = Learned(Policy(), lambda _, record: written.append(record))
+    old.times("j").words(1, words("eval", "eval"), 0.0)
+    old.times("j").words(1, words("step", "step"), 200.0)
+    old.keep({"j": job()}, 200.0)
+    assert written == [LearnedRecord(generation=1, step_seconds=1.0, phase_seconds={"eval": 200.0})]
+    new = Learned(Policy(), lambda _, record: written.append(record))
+    new.loaded("j", written[0], 0.0)
+    taken = msgspec.structs.replace(job(first_step_at=None), step_seconds=(), learned=written[0])
+    assert taken.generation is not None
+    taken = msgspec.structs.replace(taken, generation=msgspec.structs.replace(taken.generation, adopted=True))
+    stall = Stall(job="j", generation=1, changed_at=0.0)
+    stall.words(words("eval", "eval"), 1.0)
+    assert new.limit(taken, stall) == 800.0
+    stall.words(words("step", "step"), 2.0)
+    assert new.limit(taken, stall) == Policy().hang_floor_seconds
+    later = msgspec.structs.replace(SPEC, generation=2)
+    fresh = msgspec.structs.replace(taken, generation=msgspec.structs.replace(taken.generation, spec=later))
+    assert new.limit(fresh, stall) == Policy().hang_first_step_seconds, "the next generation has its first step before it"
+
+
+def test_times_are_written_when_they_matter_and_not_at_every_turn() -> None:
+    written: list[LearnedRecord] = []
+    kept = Learned(Policy(), lambda _, record: written.append(record))
+    steady = job()
+    for now in range(600):
+        kept.keep({"j": steady}, float(now))
+    assert len(written) == 1
+    for now in range(600, 1200):
+        kept.keep({"j": msgspec.structs.replace(steady, step_seconds=(1.0 + now,) * 5)}, float(now))
+    assert 2 < len(written) <= 11

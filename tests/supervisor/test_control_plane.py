@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 from scene import form
 from stub_agent import StubAgent, eventually
 
 from regrow import wire
 from regrow.store.memory import MemoryStore
+from regrow.supervisor.core import rates
+from regrow.supervisor.core.records import LearnedRecord
 
 if TYPE_CHECKING:
     from conftest import Cluster
@@ -25,9 +28,18 @@ async def test_standby_takes_over_without_touching_workers(cluster: Cluster) -> 
     await cluster.step(2)
     first = cluster.leader
     assert first is not None
+    async with asyncio.timeout(20), first.store.watch_prefix("/regrow/test/jobs/train/learned") as kept:
+        async for batch in kept:
+            if [*(batch.snapshot or ()), *batch.events]:
+                break
     second = await cluster.supervisor()
     first.stop()
     await eventually(lambda: second.term is not None and second.term.ready, "the standby leads")
+    taken = cluster.job()
+    assert taken.generation.first_step_at is None
+    patient = msgspec.structs.replace(cluster.policy, hang_first_step_seconds=500.0)
+    assert rates.hang_limit(taken, patient) == patient.hang_floor_seconds, "the leader before this one saw its first step"
+    assert rates.hang_limit(msgspec.structs.replace(taken, learned=LearnedRecord()), patient) == 500.0
     for name in ("n0", "n1"):
         await eventually(lambda name=name: second.term.view.nodes.get(name), f"{name} is back")
     await cluster.step(3)
