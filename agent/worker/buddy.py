@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from regrow.ckpt.rng import Streams
 from regrow.ids import MeshShape
 
 _LENGTH_TAG, _DATA_TAG = 7101, 7102
@@ -30,20 +31,20 @@ class Ring:
     def __init__(self, rank: int, mesh: MeshShape, group: Any, device: torch.device) -> None:
         self._rank, self._mesh, self._group, self._device = rank, mesh, group, device
 
-    def swap(self, inputs: tuple[Tensor, ...], randomness: Any, shift: int) -> tuple[int, tuple[Tensor, ...], Any]:
+    def swap(self, inputs: tuple[Tensor, ...], randomness: Streams, shift: int) -> tuple[int, tuple[Tensor, ...], Streams]:
         """Give this rank's inputs to the replica `shift` places on, get those of the one `shift` places back.
 
         Returns: (whose they are, inputs, random streams to run them with).
         """
         size, world = self._mesh.replica_size, self._mesh.world_size
         to, owner = (self._rank + shift * size) % world, (self._rank - shift * size) % world
-        device_state = randomness.device
-        tensors = [*inputs, randomness.cpu, *([device_state] if device_state is not None else [])]
+        device_state = randomness.cuda_state
+        tensors = [*inputs, randomness.torch_state, *([device_state] if device_state is not None else [])]
         data = self._pass_on(_pack(tensors), to, owner)
         found = _unpack(data)
         mine = tuple(part.to(self._device) for part in found[: len(inputs)])
-        state = type(randomness)(None, found[len(inputs)], found[len(inputs) + 1] if device_state is not None else None)
-        return owner, mine, state
+        states = [part.numpy().tobytes() for part in found[len(inputs) :]]
+        return owner, mine, Streams(torch=states[0], cuda=states[1] if device_state is not None else None)
 
     def _pass_on(self, data: bytes, to: int, owner: int) -> bytes:
         mine, length = torch.frombuffer(bytearray(data), dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)

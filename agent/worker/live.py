@@ -47,7 +47,7 @@ class Held(msgspec.Struct, kw_only=True):
     values: dict[str, Any]
     boxes: list[Box]
     """Of the whole tensors, by name as in `tensors`; not those of copies (tied weights)."""
-    streams: streams.Streams
+    streams: rng.Streams
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class LiveState:
         self._samples = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: list[int] = []
-        self._streams: streams.Streams | None = None
+        self._streams: rng.Streams | None = None
         self._schedules: list[Any] = []
 
     def updating(self) -> None:
@@ -124,7 +124,7 @@ class LiveState:
             self._tensors = {name: flatten.local_of(value) for name, value in self._collect()[0].items()}
         self._step, self._samples, self._updating = step, samples, False
         self._versions = [value._version for value in self._tensors.values()]  # noqa: SLF001
-        self._streams = streams.capture()
+        self._streams = rng.now()
         if self._kept is not None:
             self._kept.write(step, self._streams)
         self._schedules = [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers]
@@ -175,7 +175,7 @@ class LiveState:
             for name, value in local.items():
                 value.copy_(held.tensors[name])
             self._load(held.schedules, held.groups, held.values, names)
-            streams.put_back(held.streams)
+            rng.put_back(held.streams)
         for taker, giver in sorted(source.givers.items()):
             if rank == giver:
                 _give(local, self._plain(names), taker, group)
@@ -185,7 +185,7 @@ class LiveState:
                 rng.derive(stream, step=source.step, rank=rank, world_size=spec.world_size, generators={})
                 mine = self._kept.read(source.step) if self._kept is not None else None
                 if mine is not None:
-                    streams.put_back(mine)
+                    rng.put_back(mine)
         _log.info(
             "in place: state of step %d from memory, %d ranks from peers, %.3f s",
             source.step,

@@ -14,7 +14,6 @@ replicas. Sampled steps are the same on all ranks, so `compute` may hold collect
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,7 +29,9 @@ from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, local_part
 from regrow.agent.worker.producer import traced
 from regrow.agent.worker.replay_judge import Evidence, Seen
+from regrow.ckpt import rng
 from regrow.ckpt.exchange import Exchange
+from regrow.ckpt.rng import Streams
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
 from regrow.wire import ReplayVerdict
@@ -40,14 +41,6 @@ _log = logging.getLogger("regrow.worker")
 Compute = Callable[..., Any]
 REPEATS = 3
 """Runs in place after a mismatch, on every rank."""
-
-
-class Randomness(msgspec.Struct, frozen=True):
-    """Random streams of this process at one moment."""
-
-    python: Any
-    cpu: Tensor
-    device: Tensor | None
 
 
 class Replay:
@@ -83,7 +76,7 @@ class Replay:
         self._floor = 0.0
         self._clean = 0
         self._verdict: ReplayVerdict | None = None
-        self._recorded: list[tuple[Compute, tuple[Any, ...], Randomness]] = []
+        self._recorded: list[tuple[Compute, tuple[Any, ...], Streams]] = []
         self._refusal = _refusal(modules)
         self.producer = ""
         """Who made the first number that was not finite when a step's work was done again for that."""
@@ -128,11 +121,11 @@ class Replay:
         now = _randomness(())
         with traced(self._modules) as producer:
             for compute, inputs, randomness in self._recorded:
-                _set_randomness(randomness)
+                rng.put_back(randomness)
                 self._run(compute, inputs)
                 self.num_repeated += 1
         self.producer = producer.name
-        _set_randomness(now)
+        rng.put_back(now)
         self._put_buffers(buffers)
         finite = all(bool(torch.isfinite(local_part(one.grad)).all()) for one in self._parameters() if one.grad is not None)
         if not finite:
@@ -149,7 +142,7 @@ class Replay:
         helped: dict[int, list[Seen]] = {}
 
         def repeat() -> None:
-            _set_randomness(start)
+            rng.put_back(start)
             self._put_buffers(buffers)
             runs.append(self._once(compute, inputs))
             self.num_repeated += 1
@@ -157,7 +150,7 @@ class Replay:
         def help_other(shift: int) -> None:
             assert self._ring is not None
             owner, theirs, randomness = self._ring.swap(inputs, start, shift)
-            _set_randomness(randomness)
+            rng.put_back(randomness)
             self._put_buffers(buffers)
             helped.setdefault(owner, []).append(self._once(compute, theirs)[0])
             self.num_repeated += 1
@@ -176,7 +169,7 @@ class Replay:
             evidence = self._tell(runs, helped)
         kept = self._settle(evidence, [run[0] for run in runs])
         self._put_buffers(buffers_after)
-        _set_randomness(after)
+        rng.put_back(after)
         self._put_back(before, runs[kept][1])
         return runs[kept][2]
 
@@ -284,14 +277,5 @@ def _sketch(gradients: Iterable[Tensor]) -> tuple[float, ...]:
     return tuple(torch.stack(sums).tolist()) if sums else ()
 
 
-def _randomness(inputs: Iterable[Any]) -> Randomness:
-    device = next((one.device for one in inputs if isinstance(one, Tensor) and one.device.type == "cuda"), None)
-    return Randomness(random.getstate(), torch.get_rng_state(), torch.cuda.get_rng_state(device) if device is not None else None)
-
-
-def _set_randomness(found: Randomness) -> None:
-    if found.python is not None:
-        random.setstate(found.python)
-    torch.set_rng_state(found.cpu)
-    if found.device is not None:
-        torch.cuda.set_rng_state(found.device)
+def _randomness(inputs: Iterable[Any]) -> Streams:
+    return rng.now(next((one.device for one in inputs if isinstance(one, Tensor) and one.device.type == "cuda"), None))

@@ -10,35 +10,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import struct
-import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch
 import xxhash
+
+from regrow.ckpt.rng import Streams
 
 HALF_BYTES = 16_384
 """Twice what the streams of Python, NumPy and torch take."""
 _HEAD = struct.Struct("<q8s")  # length, digest
-
-_Numpy = tuple[str, bytes, int, int, float]
-
-
-class Streams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """States of the global generators of a process after a completed step."""
-
-    python: tuple[int, tuple[int, ...], float | None]
-    torch: bytes
-    numpy: _Numpy | None = None
-    cuda: bytes | None = None
-
-    @property
-    def torch_state(self) -> torch.Tensor:
-        """Of torch's generator on the CPU."""
-        return _bytes_tensor(self.torch)
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -46,37 +28,6 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     mesh: str
     streams: Streams
-
-
-def capture() -> Streams:
-    """As they are now."""
-    numpy: _Numpy | None = None
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
-        numpy = (name, keys.tobytes(), *rest)
-    on_gpu = torch.cuda.is_initialized()
-    return Streams(
-        python=random.getstate(),  # pyright: ignore[reportArgumentType] - a tuple of any in typeshed
-        torch=torch.get_rng_state().numpy().tobytes(),
-        numpy=numpy,
-        cuda=torch.cuda.get_rng_state().numpy().tobytes() if on_gpu else None,
-    )
-
-
-def put_back(streams: Streams) -> None:
-    """Let the generators of this process go on from there."""
-    random.setstate(streams.python)
-    torch.set_rng_state(streams.torch_state)
-    if streams.numpy is not None and "numpy" in sys.modules:
-        numpy: Any = sys.modules["numpy"]
-        name, keys, *rest = streams.numpy
-        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-    if streams.cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_bytes_tensor(streams.cuda))
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class StreamFile:

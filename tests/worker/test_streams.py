@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from regrow.agent.worker import streams
 from regrow.agent.worker.streams import HALF_BYTES, StreamFile
+from regrow.ckpt import rng
 
 
 def draws() -> list[float]:
@@ -34,17 +34,17 @@ def test_the_next_process_of_the_slot_draws_what_the_last_one_would_have_drawn(f
     seed(1)
     draws()
     for step in (6, 7):
-        file.write(step, streams.capture())
+        file.write(step, rng.now())
         last = draws()
     seed(2)
     next_one = StreamFile(tmp_path / "streams-1", rank=3, mesh="2x2x1")
     found = next_one.read(7)
     assert found is not None
-    streams.put_back(found)
+    rng.put_back(found)
     assert draws() == last
     before = next_one.read(6)
     assert before is not None, "a rank may have died one step ahead of its peers"
-    streams.put_back(before)
+    rng.put_back(before)
     assert draws() != last
     assert draws() == last
 
@@ -53,15 +53,15 @@ def test_the_next_process_of_the_slot_draws_what_the_last_one_would_have_drawn(f
 def test_streams_of_another_step_rank_or_mesh_are_not_gone_on_with(
     file: StreamFile, tmp_path: Path, step: int, rank: int, mesh: str
 ) -> None:
-    file.write(7, streams.capture())
+    file.write(7, rng.now())
     other = StreamFile(tmp_path / "streams-1", rank=rank, mesh=mesh)
     assert other.read(step) is None
     assert file.read(7) is not None
 
 
 def test_a_half_that_was_being_written_is_not_taken(file: StreamFile, tmp_path: Path) -> None:
-    file.write(6, streams.capture())
-    file.write(7, streams.capture())
+    file.write(6, rng.now())
+    file.write(7, rng.now())
     with (tmp_path / "streams-1").open("r+b") as torn:
         torn.seek(HALF_BYTES + 200)
         torn.write(b"torn")
