@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+
+from regrow.ckpt import hugepages
+from regrow.ckpt.protocol import Remembered
 
 _SLACK_BYTES = 1 << 20
 
 
 class Arena:
-    """One memfd, mapped here. The pages are allocated when it is made, so that a save never faults them in."""
+    """Shared memory, mapped here. The pages are allocated when it is made, so that a save never faults them in."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.is_closed = False
         self._closing = threading.Lock()
-        self.handle = os.memfd_create("regrow-arena", os.MFD_CLOEXEC)
+        self.handle = hugepages.open_memory()
         try:
-            os.posix_fallocate(self.handle, 0, num_bytes)
-            self.memory = mmap.mmap(self.handle, num_bytes)
+            self.memory = hugepages.allocate(self.handle, num_bytes)
         except BaseException:
             os.close(self.handle)
             raise
@@ -46,17 +48,34 @@ class Contents:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arenas: dict[Path, tuple[Arena, int]] = {}
+        self._remembered: dict[Path, Remembered] = {}
 
-    def put(self, path: Path, arena: Arena, num_bytes: int) -> None:
-        """An arena is the image of a file that is on storage."""
+    def put(self, path: Path, arena: Arena, num_bytes: int, remembered: Remembered | None = None) -> None:
+        """An arena is the image of a file that is on storage; with `remembered`: of one that nobody wrote."""
         self.forget(arena)
         with self._lock:
             self._arenas[path] = (arena, num_bytes)
+            if remembered is not None:
+                self._remembered[path] = remembered
 
     def forget(self, arena: Arena) -> None:
         """An arena is about to hold something else."""
         with self._lock:
             self._arenas = {path: held for path, held in self._arenas.items() if held[0] is not arena and not held[0].is_closed}
+            self._remembered = {path: one for path, one in self._remembered.items() if path in self._arenas}
+
+    def remembered(self, job: str) -> list[Remembered]:
+        """Snapshots of a job that are here and were not written."""
+        with self._lock:
+            return [one for path, one in self._remembered.items() if one.job == job and not self._arenas[path][0].is_closed]
+
+    def place_of(self, arena: Arena) -> tuple[int, str]:
+        """(step, file's name) of the snapshot in an arena that was not written; step -1: none."""
+        with self._lock:
+            for path, (held, _) in self._arenas.items():
+                if held is arena and path in self._remembered:
+                    return self._remembered[path].step, path.name
+        return -1, ""
 
     def of(self, directory: Path) -> list[tuple[str, Arena, int]]:
         """(name, arena, bytes) of the files of a directory."""
@@ -79,13 +98,15 @@ class ArenaPool:
         self.num_arenas = 0
         self.total_bytes = 0
 
-    def take(self, num_bytes: int) -> Arena:
+    def take(self, num_bytes: int, prefer: Callable[[Arena], bool] | None = None) -> Arena:
         """A free arena of at least this size, made if need be. Free ones that do not fit are given up first.
+
+        `prefer`: of those that fit, which to take.
 
         Raises:
             OSError: no memory.
         """
-        reused = self.reuse(num_bytes)
+        reused = self.reuse(num_bytes, prefer)
         if reused is not None:
             return reused
         with self._lock:
@@ -100,13 +121,13 @@ class ArenaPool:
             self.total_bytes += arena.num_bytes
         return arena
 
-    def reuse(self, num_bytes: int) -> Arena | None:
+    def reuse(self, num_bytes: int, prefer: Callable[[Arena], bool] | None = None) -> Arena | None:
         """A free arena of about this size, None when there is none."""
         with self._lock:
             fitting = [arena for arena in self._free if num_bytes <= arena.num_bytes <= num_bytes * 3 // 2 + _SLACK_BYTES]
             if not fitting:
                 return None
-            arena = min(fitting, key=lambda one: one.num_bytes)
+            arena = min(fitting, key=lambda one: (prefer is not None and not prefer(one), one.num_bytes))
             self._free.remove(arena)
             return arena
 

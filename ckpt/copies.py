@@ -13,6 +13,7 @@ import msgspec
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.manifest import Chunk, RankManifest, RankPlan, file_digest
 from regrow.ckpt.peer_wire import Push
+from regrow.ckpt.protocol import Remembered
 from regrow.ckpt.storing import checksum, gap_digest
 from regrow.ids import Token
 
@@ -149,7 +150,7 @@ class Copies:
             for one in list(self._held):
                 if len(steps) > 1 and one.push.job == push.job and one.push.generation < push.generation:
                     self._drop(one)
-        self._contents.put(held.path, arena, push.manifest.size_bytes)
+        self._contents.put(held.path, arena, push.manifest.size_bytes, _remembered(push))
 
     def abandon(self, arena: Arena) -> None:
         """The bytes of a push that had begun did not come."""
@@ -170,6 +171,21 @@ class Copies:
         self._held.remove(one)
         self._contents.forget(one.arena)
         self._pool.give(one.arena)
+
+
+def _remembered(push: Push) -> Remembered | None:
+    if push.note is None:
+        return None
+    return Remembered(
+        job=push.job,
+        epoch=push.epoch,
+        generation=push.generation,
+        step=push.step,
+        node=push.node,
+        directory=push.directory,
+        manifest=push.manifest,
+        note=push.note,
+    )
 
 
 def _file_of(push: Push) -> tuple[str, str, str]:

@@ -4,6 +4,8 @@
    64 bytes, are scrambled after every 1024 bytes, and are folded in the end. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -447,11 +449,44 @@ static int walk(struct request *request, struct scratch *scratch)
     }
 }
 
+/* A file that is truncated while its map is read raises SIGBUS in the thread that reads: it is told as truncated, and nobody dies. */
+static __thread sigjmp_buf *guard __attribute__((tls_model("initial-exec")));
+static struct sigaction before;
+
+static void on_bus(int number, siginfo_t *info, void *context)
+{
+    if (guard != NULL)
+        siglongjmp(*guard, 1);
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, info, context);
+    else if (before.sa_handler == SIG_DFL)
+        sigaction(SIGBUS, &before, NULL); /* not ours: the access is repeated and ends the process, as without us */
+    else if (before.sa_handler != SIG_IGN)
+        before.sa_handler(number);
+}
+
+/* Before the first of all threads reads (1), and after the last (0). */
+void regrow_guard(int on)
+{
+    struct sigaction ours = {.sa_sigaction = on_bus, .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK}, now;
+    sigemptyset(&ours.sa_mask);
+    if (on)
+        sigaction(SIGBUS, &ours, &before);
+    else if (sigaction(SIGBUS, NULL, &now) == 0 && now.sa_sigaction == on_bus)
+        sigaction(SIGBUS, &before, NULL);
+}
+
 /* Fills the target with the wanted runs of one chunk; each block that holds any of their bytes is read once and checked. */
 int regrow_load(struct request *request, struct scratch *scratch)
 {
     request->bytes_read = request->error = request->map_low = request->map_high = 0;
-    int outcome = walk(request, scratch);
+    sigjmp_buf place;
+    volatile int outcome = TRUNCATED;
+    if (sigsetjmp(place, 0) == 0) {
+        guard = &place;
+        outcome = walk(request, scratch);
+    }
+    guard = NULL;
     give_back(request, 0);
 #if defined(__SSE2__)
     _mm_sfence();

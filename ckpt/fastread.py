@@ -5,6 +5,7 @@ Without a compiler, and for what it does not take, `ShardReader`'s own way is us
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -12,6 +13,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Generator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -119,9 +121,28 @@ class FastRead:
         self._load: Any = library.regrow_load
         self._load.argtypes = (ctypes.POINTER(Request), ctypes.POINTER(Scratch))
         self._load.restype = ctypes.c_int
+        self._guard: Any = library.regrow_guard
+        self._guard.argtypes, self._guard.restype = (ctypes.c_int,), None
+        self._guarding = threading.Lock()
+        self._num_guarded = 0
         self._digest: Any = library.regrow_digest
         self._digest.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p)
         self._digest.restype = None
+
+    @contextlib.contextmanager
+    def guarded(self) -> Generator[None]:
+        """Within it a file that is truncated while it is read is an outcome, and not a signal that ends the process."""
+        with self._guarding:
+            self._num_guarded += 1
+            if self._num_guarded == 1:
+                self._guard(1)
+        try:
+            yield
+        finally:
+            with self._guarding:
+                self._num_guarded -= 1
+                if self._num_guarded == 0:
+                    self._guard(0)
 
     def load(self, request: Request, scratch: Scratch) -> Outcome:
         """Carry out a request; other threads run meanwhile."""

@@ -92,8 +92,7 @@ def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch
 
 def _load_pieces(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]], threads: int, alone: frozenset[str] = frozenset()) -> None:
     work = sorted(work, key=lambda one: (one[0].file, one[0].chunk.at))
-    try:
-        reader.open_files({piece.file for piece, _ in work})
+    with reader.reading({piece.file for piece, _ in work}):
         count = threads or THREADS
         if count == 1 or len(work) < 2:
             _load_all(reader, work, alone)
@@ -101,8 +100,6 @@ def _load_pieces(reader: ShardReader, work: list[tuple[Piece, torch.Tensor]], th
             with ThreadPoolExecutor(count, thread_name_prefix="restore") as pool:
                 for done in [pool.submit(_load_all, reader, part, alone) for part in _batches(work, count)]:
                     done.result()
-    finally:
-        reader.close()
 
 
 def _batches(work: list[tuple[Piece, torch.Tensor]], threads: int) -> list[list[tuple[Piece, torch.Tensor]]]:

@@ -91,6 +91,16 @@ class Parent(msgspec.Struct, frozen=True, kw_only=True):
     step: int
 
 
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record and a manifest would say of a rank's snapshot that stays in memory (docs/checkpoint-format.md)."""
+
+    samples: int
+    mesh: MeshShape
+    world_size: int
+    parent: Parent | None = None
+    facts: dict[str, Any] = {}
+
+
 class NodeManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What one node wrote for one step. The file is `node-<node>.json`."""
 

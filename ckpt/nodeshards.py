@@ -1,14 +1,19 @@
-"""The last act of a node for a step: its manifest, published when the files of all its ranks are on storage."""
+"""The last act of a node for a step: its manifest, published when the files of all its ranks are on storage. Or, of a snapshot that
+stays in memory, what the manifest would say."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Executor
 from pathlib import Path
 
 from regrow.ckpt import faults
+from regrow.ckpt.arenas import Arena
 from regrow.ckpt.commit import publish
-from regrow.ckpt.manifest import NodeManifest, digest, encode, manifest_name
+from regrow.ckpt.manifest import NodeManifest, Note, RankPlan, digest, encode, manifest_name
+from regrow.ckpt.protocol import ProducerHello, Remembered, Submit
 from regrow.ckpt.saves import Key, Save
+from regrow.ckpt.storing import NotFiniteError, digest_image
 from regrow.wire import ShardFile, ShardsDurable
 
 
@@ -55,4 +60,25 @@ def store_manifest(key: Key, save: Save, buddy: str) -> ShardsDurable | str:
         manifest_digest=digest(data),
         write_seconds=time.monotonic() - save.started_at,
         num_bytes=sum(rank.size_bytes for rank in ranks),
+    )
+
+
+def remember(threads: Executor, hello: ProducerHello, message: Submit, arena: Arena, plan: RankPlan) -> Remembered | str:
+    """Digest a snapshot that is not to be written, with `threads`; returns what is known of it, or why it is void. Blocking."""
+    if message.memory is None:
+        return "this snapshot is to be written"
+    try:
+        manifest = digest_image(memoryview(arena.memory), plan, rank=hello.rank, private=message.private, threads=threads)
+    except NotFiniteError as error:
+        return f"rank {hello.rank}: {error.strerror}"
+    note = Note(samples=message.samples, mesh=message.memory, world_size=hello.world_size, parent=message.parent, facts=message.facts)
+    return Remembered(
+        job=hello.job,
+        epoch=hello.epoch,
+        generation=hello.generation,
+        step=message.step,
+        node=hello.node,
+        directory=str(Path(hello.folder) / message.directory),
+        manifest=manifest,
+        note=note,
     )

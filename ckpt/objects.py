@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from regrow.ckpt import flatten, perrank, plain, private, rng
+from regrow.ckpt.firststep import FirstStep
 from regrow.ckpt.manifest import Record
 from regrow.ckpt.materialise import materialise
 from regrow.ckpt.perrank import PerRank
@@ -122,6 +123,20 @@ class Objects:
     def scheduler_state(self) -> list[Any]:
         """Job-wide plain state of the schedulers."""
         return [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers]
+
+    def first_step(self, rank: int, step: int, live: Live) -> FirstStep:
+        """A watch over what was restored of `step`, until the first update."""
+        return FirstStep(lambda: self.collect(rank).tensors, self.optimizers(), step=step, leave_out=self.unchecked(live))
+
+    def job_facts(self, spec: GenerationSpec, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Job-wide plain facts for the record; `more`: the user's."""
+        return {
+            "scheduler": self.scheduler_state(),
+            "batch": {"global_batch": spec.global_batch, "micro_batch": spec.micro_batch, "micro_batches": list(spec.micro_batches)},
+            "layers_per_stage": list(spec.layers_per_stage),
+            "torch": str(torch.__version__),
+            **plain.encode(more, "facts"),
+        }
 
     def load(
         self, record: Record, saved: dict[int, dict[str, Any]], live: Live, spec: GenerationSpec, rank: int, read: ReadTensors

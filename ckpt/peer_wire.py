@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from regrow import security
-from regrow.ckpt.manifest import RankManifest
+from regrow.ckpt.manifest import Note, RankManifest
 
 T = TypeVar("T")
 
@@ -38,6 +38,8 @@ class Push(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="pus
     """Grows with each push of an incarnation: what is repeated or comes late is refused."""
     directory: str
     manifest: RankManifest
+    note: Note | None = None
+    """Given: the file is on no storage."""
 
 
 class Pushed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="pushed"):

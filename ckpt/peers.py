@@ -20,7 +20,7 @@ from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.copies import Copies
 from regrow.ckpt.copy_client import Image
 from regrow.ckpt.copy_server import CopyServer
-from regrow.ckpt.manifest import RankManifest
+from regrow.ckpt.manifest import Note, RankManifest
 from regrow.ckpt.peer_wire import PeerSocket, Push
 from regrow.ckpt.protocol import CopyTo, Gather, Locate, Located, ProducerHello, Submit, Wanted
 from regrow.errors import ConfigurationError
@@ -149,8 +149,10 @@ class Peers:
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
-    async def copy(self, hello: ProducerHello, message: Submit, arena: Arena, manifest: RankManifest, *, write_seconds: float) -> str:
-        """Copy an arena to the buddy; returns why there is no copy, empty when the buddy has verified it."""
+    async def copy(
+        self, hello: ProducerHello, message: Submit, arena: Arena, manifest: RankManifest, *, write_seconds: float, note: Note | None = None
+    ) -> str:
+        """Copy an arena to the buddy; returns why there is no copy, empty when the buddy has verified it. `note`: it is not written."""
         buddy = self.buddy(hello.job)
         if not buddy:
             return ""
@@ -166,6 +168,7 @@ class Peers:
             sequence=self._sequence,
             directory=str(Path(hello.folder) / message.directory),
             manifest=manifest,
+            note=note,
         )
         problem = await self._push(buddy, push, arena, GIVE_UP_FACTOR * write_seconds + GIVE_UP_SECONDS)
         self.last_copy_seconds = time.monotonic() - started

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import msgspec
 
-from regrow.ckpt.protocol import Released
-from regrow.wire import GenerationSpec
+from regrow.ckpt.protocol import ProducerHello, Released
+from regrow.wire import GenerationSpec, SaveReport
+
+Outcome = Literal["snapshot", "skipped", "failed"]
 
 log = logging.getLogger("regrow.ckpt.state")
 
@@ -23,6 +26,25 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """The job's checkpoint folder, absolute."""
 
+    def hello(self) -> ProducerHello:
+        """What this process says first to the node's writer."""
+        spec = self.spec
+        return ProducerHello(
+            job=spec.job,
+            node=self.node,
+            epoch=spec.epoch,
+            generation=spec.generation,
+            rank=self.rank,
+            world_size=spec.world_size,
+            local_ranks=self.local_ranks,
+            folder=self.folder,
+        )
+
+    def report(self, step: int, outcome: Outcome, reason: str = "", stall_seconds: float = 0.0) -> SaveReport:
+        """What became of a save of this rank, for its agent."""
+        generation = self.spec.generation
+        return SaveReport(generation=generation, rank=self.rank, step=step, outcome=outcome, stall_seconds=stall_seconds, reason=reason)
+
 
 class SaveCounts(msgspec.Struct):
     """What became of the saves of this process. Seconds are of the newest one."""
@@ -31,6 +53,8 @@ class SaveCounts(msgspec.Struct):
     skipped: int = 0
     failed: int = 0
     durable: int = 0
+    remembered: int = 0
+    """In memory, not written, as asked."""
     not_durable: int = 0
     stall_seconds: float = 0.0
     join_seconds: float = 0.0
@@ -60,6 +84,8 @@ class SaveCounts(msgspec.Struct):
             if one.outcome == "durable":
                 self.durable += 1
                 self.write_seconds = one.write_seconds
+            elif one.outcome == "remembered":
+                self.remembered += 1
             else:
                 self.not_durable += 1
                 self.last_reason = one.reason

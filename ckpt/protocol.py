@@ -3,6 +3,7 @@
     producer (worker) -> writer     ProducerHello, Prepare, Submit, Skip
     writer -> producer              Ready (with two memfds), Released, Rejected
     restoring worker -> writer      Borrow, Gather; answered by Held (with a memfd) for each file, then HeldAll
+                                    Recall; answered by Remembered for each snapshot that was not written, then HeldAll
     controller (agent) -> writer    ControllerHello, Acknowledged, QueryStatus, CopyTo, Located
     writer -> controller            wire.ShardsDurable, wire.ShardsFailed (kept until acknowledged), WriterStatus, Listening, Locate
 
@@ -16,7 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from regrow.ckpt.manifest import Parent, RankPlan
+from regrow.ckpt.manifest import Note, Parent, RankManifest, RankPlan
+from regrow.ids import MeshShape
 from regrow.wire import ShardsDurable, ShardsFailed
 
 ARENAS_PER_PRODUCER = 2
@@ -49,7 +51,7 @@ class Prepare(_Message, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
-    """An arena holds a complete snapshot: write it."""
+    """An arena holds a complete snapshot: write it, or keep it in memory."""
 
     arena: int
     step: int
@@ -59,6 +61,8 @@ class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
     parent: Parent | None = None
     private: dict[str, Any] = {}
     facts: dict[str, Any] = {}
+    memory: MeshShape | None = None
+    """Given: nothing is written; the snapshot, of a job on this mesh, stays in memory until its arena is filled anew."""
 
 
 class Skip(_Message, frozen=True, kw_only=True, tag="skip"):
@@ -94,6 +98,27 @@ class Gather(_Message, frozen=True, kw_only=True, tag="gather"):
     files: tuple[Wanted, ...]
 
 
+class Recall(_Message, frozen=True, kw_only=True, tag="recall"):
+    """Which snapshots of a job are in memory here that were not written?"""
+
+    job: str
+
+
+class Remembered(_Message, frozen=True, kw_only=True, tag="remembered"):
+    """A rank's snapshot that a writer has in memory, its own node's or a copy; nothing of it is on storage."""
+
+    job: str
+    epoch: int
+    generation: int
+    step: int
+    node: str
+    """Whose rank made it."""
+    directory: str
+    """Absolute; it names the snapshot and does not exist."""
+    manifest: RankManifest
+    note: Note
+
+
 class Held(_Message, frozen=True, kw_only=True, tag="held"):
     """A file that an arena held when this was sent; its descriptor comes with this line. An arena may be filled anew at any
     time: whoever reads it verifies what he read."""
@@ -103,7 +128,7 @@ class Held(_Message, frozen=True, kw_only=True, tag="held"):
 
 
 class HeldAll(_Message, frozen=True, kw_only=True, tag="held_all"):
-    """The end of the answer to `Borrow`."""
+    """The end of the answer to `Borrow`, `Gather` and `Recall`."""
 
 
 class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
@@ -118,7 +143,7 @@ class Released(_Message, frozen=True, kw_only=True, tag="released"):
 
     arena: int
     step: int
-    outcome: Literal["durable", "failed"]
+    outcome: Literal["durable", "remembered", "failed"]
     reason: str = ""
     write_seconds: float = 0.0
 
@@ -207,6 +232,8 @@ class WriterStatus(_Message, frozen=True, kw_only=True, tag="writer_status"):
     copies_refused: int = 0
 
 
-ToWriter = ProducerHello | Prepare | Submit | Skip | Borrow | Gather | ControllerHello | Acknowledged | QueryStatus | CopyTo | Located
-ToProducer = Ready | Released | Rejected | Held | HeldAll
+ToWriter = (
+    ProducerHello | Prepare | Submit | Skip | Borrow | Gather | Recall | ControllerHello | Acknowledged | QueryStatus | CopyTo | Located
+)
+ToProducer = Ready | Released | Rejected | Held | HeldAll | Remembered
 ToController = ShardsDurable | ShardsFailed | WriterStatus | Listening | Locate

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -71,6 +72,20 @@ class ShardReader:
         self.bytes_read = 0
         self.bytes_from_memory = 0
         self.bytes_from_peers = 0
+
+    @contextlib.contextmanager
+    def reading(self, names: set[str]) -> Generator[None]:
+        """Files are open within it.
+
+        Raises:
+            DamagedCheckpointError: a file is missing.
+        """
+        try:
+            self.open_files(names)
+            with self._fast.guarded() if self._fast is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self.close()
 
     def open_files(self, names: set[str]) -> None:
         """Open what will be read.

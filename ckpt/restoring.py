@@ -42,6 +42,8 @@ class Opened(msgspec.Struct, frozen=True):
     record: Record
     manifests: list[NodeManifest]
     source: Source
+    memory: dict[str, int] = {}
+    """Descriptors of files that are in this node's memory, of a snapshot that is on no storage. The caller's."""
 
     @property
     def private(self) -> dict[int, dict[str, Any]]:
@@ -58,7 +60,7 @@ class Opened(msgspec.Struct, frozen=True):
         for name in names:
             box = self.source.box(name)
             made[name] = torch.empty(box.shape, dtype=getattr(torch, box.dtype))
-        load_items(self.directory, self.source, [flatten.item_of(name, value) for name, value in made.items()])
+        load_items(self.directory, self.source, [flatten.item_of(name, value) for name, value in made.items()], memory=self.memory)
         return made
 
 
@@ -135,7 +137,7 @@ def load(
         OperationalError: a tensor has another shape or type.
     """
     shared = [item for item in (*items.values(), *copies) if _is_shared(item.box.name)]
-    memory = sink.borrow(opened.directory)
+    memory = opened.memory or sink.borrow(opened.directory)
     wanted = elsewhere(opened, shared, memory)
     peers = sink.gather(opened.directory, wanted) if wanted else {}
 
@@ -151,7 +153,7 @@ def load(
             shared = [item for item in shared if item.box.name not in by_others or item is not items[item.box.name]]
         cost = cost.plus(read(shared))
     finally:
-        for handle in (*memory.values(), *peers.values()):
+        for handle in (*(() if opened.memory else memory.values()), *peers.values()):
             os.close(handle)
     log.info(
         "restored step=%d bytes_needed=%d %s",

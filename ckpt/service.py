@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -17,7 +18,7 @@ from regrow import wire
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.channel import ServerChannel
 from regrow.ckpt.manifest import RankManifest, RankPlan, shard_name
-from regrow.ckpt.nodeshards import store_manifest
+from regrow.ckpt.nodeshards import remember, store_manifest
 from regrow.ckpt.peers import Peers
 from regrow.ckpt.protocol import (
     ARENAS_PER_PRODUCER,
@@ -35,8 +36,10 @@ from regrow.ckpt.protocol import (
     ProducerHello,
     QueryStatus,
     Ready,
+    Recall,
     Rejected,
     Released,
+    Remembered,
     Skip,
     Submit,
     ToWriter,
@@ -113,6 +116,10 @@ class Writer:
                         await self._from_producer(producer, message)
                 elif isinstance(message, Borrow):
                     lent += self._lend(channel, message)
+                elif isinstance(message, Recall):
+                    for one in self._contents.remembered(message.job):
+                        channel.send(one)
+                    channel.send(HeldAll())
                 elif isinstance(message, Gather):
                     gathered.append(message.directory)
                     await self._gather(channel, message)
@@ -180,14 +187,17 @@ class Writer:
     async def _prepare(self, producer: Producer, message: Prepare) -> None:
         self._take_back(producer)
         loop = asyncio.get_running_loop()
+        name = shard_name(producer.hello.rank)
+        own = lambda arena: self._contents.place_of(arena)[1] == name  # noqa: E731
         try:
             for _ in range(ARENAS_PER_PRODUCER):
-                arena = await loop.run_in_executor(self._threads, self._pool.take, message.plan.file_bytes)
+                arena = await loop.run_in_executor(self._threads, self._pool.take, message.plan.file_bytes, own)
                 producer.leases.append(Lease(arena))
         except OSError as error:
             self._take_back(producer)
             producer.channel.send(Rejected(reason=f"no memory for arenas of {message.plan.file_bytes} bytes: {error.strerror}"))
             return
+        producer.leases.sort(key=lambda lease: self._contents.place_of(lease.arena)[0])  # filled in this order: the newest one last
         producer.plan = message.plan
         ready = Ready(num_arenas=len(producer.leases), arena_bytes=message.plan.file_bytes)
         producer.channel.send(ready, [lease.arena.handle for lease in producer.leases])
@@ -218,6 +228,9 @@ class Writer:
         lease = leases[message.arena]
         lease.busy = True
         self._contents.forget(lease.arena)
+        if message.memory is not None:
+            self._start(self._remember(producer, message, lease, producer.plan))
+            return
         save = self._saves.submit(producer.hello, message, time.monotonic())
         gate = self._gates.setdefault(key, asyncio.Event())
         if save.failure or save.submitted >= set(save.hello.local_ranks):
@@ -241,17 +254,31 @@ class Writer:
             if self._peers.buddy(producer.hello.job):
                 await self._peers.copy(producer.hello, message, lease.arena, result, write_seconds=seconds)
                 self._tell_status()
+        outcome: Literal["failed", "durable"] = "failed" if reason else "durable"
+        self._release(
+            producer, lease, Released(arena=message.arena, step=message.step, outcome=outcome, reason=reason, write_seconds=seconds)
+        )
+
+    def _release(self, producer: Producer, lease: Lease, released: Released) -> None:
         lease.busy = False
         if lease.abandoned:
             self._pool.give(lease.arena)
-        producer.channel.send(
-            Released(
-                arena=message.arena,
-                step=message.step,
-                outcome="failed" if reason else "durable",
-                reason=reason,
-                write_seconds=seconds,
-            )
+        producer.channel.send(released)
+
+    async def _remember(self, producer: Producer, message: Submit, lease: Lease, plan: RankPlan) -> None:
+        """Digest a snapshot that is not to be written, and give the buddy its copy. It is there until its arena is filled anew."""
+        hello, started = producer.hello, time.monotonic()
+        work = (self._threads, hello, message, lease.arena, plan)
+        found = await asyncio.get_running_loop().run_in_executor(self._storing, remember, *work)
+        reason, seconds = found if isinstance(found, str) else "", time.monotonic() - started
+        if isinstance(found, Remembered):
+            self._contents.put(Path(found.directory) / found.manifest.file, lease.arena, plan.file_bytes, found)
+            if self._peers.buddy(hello.job):
+                await self._peers.copy(hello, message, lease.arena, found.manifest, write_seconds=seconds, note=found.note)
+                self._tell_status()
+        outcome: Literal["failed", "remembered"] = "failed" if reason else "remembered"
+        self._release(
+            producer, lease, Released(arena=message.arena, step=message.step, outcome=outcome, reason=reason, write_seconds=seconds)
         )
 
     def _store_file(self, hello: ProducerHello, message: Submit, arena: Arena, plan: RankPlan) -> RankManifest | str:

@@ -24,8 +24,10 @@ from regrow.ckpt.protocol import (
     Prepare,
     ProducerHello,
     Ready,
+    Recall,
     Rejected,
     Released,
+    Remembered,
     Skip,
     Submit,
     ToProducer,
@@ -85,6 +87,10 @@ class Sink(Protocol):
 
     def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:
         """As `borrow`, of parts of files that other nodes have in memory. What nobody gave is left out."""
+        ...
+
+    def recall(self) -> list[Remembered]:
+        """Snapshots of the job that are in this node's memory and were not written. Never raises."""
         ...
 
     def close(self) -> None:
@@ -199,7 +205,13 @@ class WriterSink:
         limit = GATHER_SECONDS + wanted / GATHER_BYTES_PER_SECOND
         return self._ask(Gather(directory=str(directory.absolute()), files=tuple(files)), limit)
 
-    def _ask(self, question: Borrow | Gather, limit_seconds: float) -> dict[str, int]:
+    def recall(self) -> list[Remembered]:
+        """What this node's writer has that was not written."""
+        found: list[Remembered] = []
+        self._ask(Recall(job=self._hello.job), BORROW_SECONDS, found)
+        return found
+
+    def _ask(self, question: Borrow | Gather | Recall, limit_seconds: float, remembered: list[Remembered] | None = None) -> dict[str, int]:
         found: dict[str, int] = {}
         try:
             channel = WorkerChannel(self._path, timeout_seconds=BORROW_SECONDS)
@@ -213,6 +225,8 @@ class WriterSink:
                     message = wire.decode(line, ToProducer)
                     if isinstance(message, Held):
                         found[message.name] = channel.take_handles(1)[0]
+                    elif isinstance(message, Remembered) and remembered is not None:
+                        remembered.append(message)
                     elif isinstance(message, HeldAll):
                         return found
         except OperationalError as error:
@@ -306,6 +320,10 @@ class DirectSink:
         """There are no other nodes."""
         return {}
 
+    def recall(self) -> list[Remembered]:
+        """Nothing outlives this process."""
+        return []
+
     def close(self) -> None:
         """End the checksum thread."""
         self._threads.shutdown()
@@ -313,6 +331,8 @@ class DirectSink:
     def _store(self, message: Submit, started: float) -> None:
         if self._plan is None or self._arena is None:
             raise OperationalError("not prepared")
+        if message.memory is not None:
+            raise OperationalError("nothing in memory outlives this process", hint="start it with `regrow run`, or save to storage")
         spec = self._spec
         directory = make_directory(self._folder, message.directory)
         path = directory / shard_name(0)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from regrow.ckpt import exchange as exchanges
-from regrow.ckpt import flatten, plain, restoring
+from regrow.ckpt import flatten, remembered, restoring
 from regrow.ckpt.commit import parent_of
 from regrow.ckpt.differences import FieldDifference
 from regrow.ckpt.finite import is_checked
@@ -25,10 +25,10 @@ from regrow.ckpt.layout import Box, Image, lay_out
 from regrow.ckpt.loading import Loaded
 from regrow.ckpt.manifest import directory_name
 from regrow.ckpt.objects import Live, Objects
-from regrow.ckpt.place import Place, SaveCounts
+from regrow.ckpt.place import Outcome, Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
-from regrow.ckpt.protocol import ProducerHello, Submit
-from regrow.ckpt.restoring import Together
+from regrow.ckpt.protocol import Submit
+from regrow.ckpt.restoring import Opened, Together
 from regrow.ckpt.sharing import ReadOnce
 from regrow.ckpt.sinks import DirectSink, Sink, WriterSink, WriterStuckError
 from regrow.ckpt.snapshot import Late, Snapshotter
@@ -108,18 +108,18 @@ class TrainState:
         """Between this launch and the checkpoint that was restored."""
         self.loaded: Loaded | None = None
         """What the restore read."""
+        self.recalled = False
+        """It was a snapshot that only memory had."""
         self._column_strips = column_strips
         self._accept = restoring.accepted(accept)
         self._check_first_step = check_first_step
-        self._restored_step = -1
+        self._first_step: FirstStep | None = None
+        self._restored_step = self._last_submitted = -1
         self._launched: list[dict[str, Any]] = []
-        self._last_submitted = -1
-        self._nonce = ""
-        self._names: list[str] = []
-        self._items: dict[str, Item] = {}
+        self._nonce, self._retry_at = "", 0.0
+        self._names, self._items = list[str](), dict[str, Item]()
         self._live: dict[str, torch.Tensor] = {}
-        self._retry_at = 0.0
-        self._plan_boxes: list[Box] = []
+        self._plan_boxes: list[Box] | None = None
         self._held: list[list[Box]] = []
         self._late_copy = late_copy
         self._read_once: ReadOnce = read_once
@@ -135,17 +135,7 @@ class TrainState:
             if spec.world_size != 1:
                 raise ConfigurationError("saving without a writer works for one process only", hint="start it with `regrow run`")
             return cls(place=place, sink=DirectSink(spec, Path(place.folder), place.node), exchange=exchange, **objects)
-        hello = ProducerHello(
-            job=spec.job,
-            node=place.node,
-            epoch=spec.epoch,
-            generation=spec.generation,
-            rank=place.rank,
-            world_size=spec.world_size,
-            local_ranks=place.local_ranks,
-            folder=place.folder,
-        )
-        return cls(place=place, sink=WriterSink(writer, hello), exchange=exchange, **objects)
+        return cls(place=place, sink=WriterSink(writer, place.hello()), exchange=exchange, **objects)
 
     # --- save ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +155,7 @@ class TrainState:
         self.counts.note(self._sink.released)
         return free
 
-    def save(self, step: int, samples: int) -> SaveReport:
+    def save(self, step: int, samples: int, *, memory: bool = False) -> SaveReport:
         """Copy the state into an arena and hand it to the writer. Call it on all ranks at the same step.
 
         The first call of a generation also plans, allocates and lets the ranks exchange what they hold. Storage
@@ -174,15 +164,15 @@ class TrainState:
         Args:
             step: The completed step.
             samples: Samples consumed by the whole job after this step.
+            memory: Nothing is written: the snapshot stays in the node's memory, and its buddy's. Only `regrow run` can restore it.
 
         Raises:
             ConfigurationError: the state cannot be stored (names the part).
         """
         started = time.perf_counter()
-        outcome: Literal["snapshot", "skipped", "failed"] = "snapshot"
-        reason = ""
+        outcome: Outcome = "snapshot"
         try:
-            reason = self._save(step, samples)
+            reason = self._save(step, samples, memory=memory)
             outcome = "skipped" if reason else "snapshot"
         except ConfigurationError:
             raise
@@ -190,16 +180,14 @@ class TrainState:
             outcome, reason = "failed", str(error)
         stall = time.perf_counter() - started
         self.counts.count(outcome, reason, stall)
-        spec = self._place.spec
-        return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome=outcome, stall_seconds=stall, reason=reason)
+        return self._place.report(step, outcome, reason, stall)
 
     def skip(self, step: int, reason: str) -> SaveReport:
         """This rank takes no snapshot of a step that others may have taken: the step is void for all, counted and told."""
         with contextlib.suppress(OperationalError):  # no writer: then nothing of the step can become durable
             self._sink.skip(step, reason)
         self.counts.count("skipped", reason, 0.0)
-        spec = self._place.spec
-        return SaveReport(generation=spec.generation, rank=self._place.rank, step=step, outcome="skipped", reason=reason)
+        return self._place.report(step, "skipped", reason)
 
     def prepare(self) -> None:
         """Plan and ask for arenas now, so that the first save is as short as the others. Call it on all ranks.
@@ -209,7 +197,7 @@ class TrainState:
         """
         self._sink.begin(self._image(self._look()).plan)
 
-    def _save(self, step: int, samples: int) -> str:
+    def _save(self, step: int, samples: int, *, memory: bool) -> str:
         if step == self._last_submitted:
             return "this step was saved already"
         if step <= self._restored_step:
@@ -236,7 +224,8 @@ class TrainState:
             directory=directory_name(step, self._place.spec.generation, self._nonce),
             parent=parent_of(self._place.spec),
             private=private,
-            facts=self._job_facts() if self._place.rank == 0 else {},
+            facts=self._objects.job_facts(self._place.spec, self._facts) if self._place.rank == 0 else {},
+            memory=self._place.spec.mesh if memory else None,
         )
         late = snapshotter.copy(arena)
         self.step, self.samples, self._last_submitted = step, samples, step
@@ -315,6 +304,8 @@ class TrainState:
         return snapshotter
 
     def _image(self, live: Live) -> Image:
+        if self._plan_boxes is None:  # not before the first save: a restore has no use for it
+            self._plan_boxes, self._held = assign(self._held, self._column_strips)[self._place.rank], []
         image = lay_out(self._plan_boxes, {"job": self._place.spec.job, "rank": str(self._place.rank)})
         plan = msgspec.structs.replace(image.plan, may_be_infinite=self._objects.unchecked(live))
         return msgspec.structs.replace(image, plan=plan)
@@ -342,27 +333,18 @@ class TrainState:
         mine = uuid.uuid4().hex[:8].encode() + encode_boxes([item.box for item in self._items.values()])
         answers = self._exchange(mine)
         self._held = held = [decode_boxes(answer[8:]) for answer in answers]
-        self._nonce = answers[0][:8].decode()
+        self._nonce, self._plan_boxes = answers[0][:8].decode(), None
         self._names = sorted({box.name for boxes in held for box in boxes})
-        self._plan_boxes = assign(held, self._column_strips)[self._place.rank]
         others = {box for rank in self._place.local_ranks if rank != self._place.rank for box in held[rank]}
         self._alone = frozenset(box.name for box in held[self._place.rank] if box not in others)
         return live
-
-    def _job_facts(self) -> dict[str, Any]:
-        spec = self._place.spec
-        return {
-            "scheduler": self._objects.scheduler_state(),
-            "batch": {"global_batch": spec.global_batch, "micro_batch": spec.micro_batch, "micro_batches": list(spec.micro_batches)},
-            "layers_per_stage": list(spec.layers_per_stage),
-            "torch": str(torch.__version__),
-            **plain.encode(self._facts, "facts"),
-        }
 
     # --- restore ---------------------------------------------------------------------------------------------------
 
     def restore(self, point: RestorePoint | None = None) -> int:
         """Load a checkpoint in place. Call it on all ranks; without a point (and none in the generation) it is a fresh start.
+
+        Where the generation allows it, a later snapshot that the nodes have in memory is taken instead (`recalled` says so).
 
         Returns:
             The completed step that was restored; 0 for a fresh start.
@@ -371,27 +353,45 @@ class TrainState:
             DamagedCheckpointError: bytes are not what was committed; names file and tensor. Live state is then undefined.
             OperationalError: names or shapes do not match the model; lists them.
         """
-        if (point := point or self._place.spec.restore) is None:
-            return 0
+        point = point or self._place.spec.restore
         self.join()
-        opened = restoring.open_point(self._place.folder, point)
+        if self._place.spec.memory and (step := self._recall(point)):
+            return step
+        return 0 if point is None else self._take_up(restoring.open_point(self._place.folder, point))
+
+    def _recall(self, point: RestorePoint | None) -> int:
+        """The step of what is in memory; 0: nothing is, or not all ranks could take it up."""
+        self.recalled, problem = False, ""
+        with remembered.newest(self._exchange, self._place, self._sink, point) as opened:
+            if opened is None:
+                return 0
+            try:
+                self._take_up(opened)
+            except (RegrowError, OSError) as error:
+                problem = f"rank {self._place.rank}: {error}"
+            if problem := remembered.agree(self._exchange, problem):
+                log.warning("snapshot in memory not taken: %s", problem)
+                return 0
+        self.recalled = True
+        return self.step
+
+    def _take_up(self, opened: Opened) -> int:
         live, spec = self._bind(), self._place.spec
         restoring.check_names(opened, self._names)
-        self.differences = restoring.compare(opened, self._job_facts(), self._launched, spec, self._accept)
+        self.differences = restoring.compare(opened, self._objects.job_facts(spec, self._facts), self._launched, spec, self._accept)
         together = Together(self._exchange, self._place, self._held, self._read_once)
         copies = [flatten.item_of(name, value) for name, value in live.copies]
-        self._held, self.loaded = [], restoring.load(opened, self._items, copies, self._sink, self._alone, together)
+        self.loaded = restoring.load(opened, self._items, copies, self._sink, self._alone, together)
         self._objects.load(opened.record, opened.private, live, spec, self._place.rank, opened.read)
         accepted = {one.field for one in self.differences if one.accepted}
         Accepted(self._objects.optimizer, live.names, self._launched, opened.groups()).apply(accepted, self._objects.schedulers)
-        self.step, self.samples = opened.record.step, opened.record.samples
-        self._restored_step = self.step
+        self.step = self._restored_step = opened.record.step
+        self.samples = opened.record.samples
+        if self._first_step is not None:
+            self._first_step.end()
         if self._check_first_step:
-            FirstStep(self._tensors, self._objects.optimizers(), step=self.step, leave_out=self._objects.unchecked(live))
+            self._first_step = self._objects.first_step(self._place.rank, self.step, live)
         return self.step
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return self._objects.collect(self._place.rank).tensors
 
     def close(self) -> None:
         """Leave the writer; a snapshot that was handed over is still written."""

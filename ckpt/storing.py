@@ -15,7 +15,7 @@ import xxhash
 from regrow.ckpt import faults
 from regrow.ckpt.finite import is_checked, is_finite, refusal
 from regrow.ckpt.layout import PAGE_BYTES, gaps
-from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest
+from regrow.ckpt.manifest import BLOCK_BYTES, Chunk, RankManifest, RankPlan, file_digest, shard_name
 from regrow.ckpt.recycling import Recycler
 from regrow.syncing import sync_directory
 
@@ -116,10 +116,29 @@ def store_shard(
         raise
     if recycler is not None:
         recycler.wrote(path)
+    return _manifest(path.name, image, plan, chunks, rank=rank, private=private)
+
+
+def digest_image(image: memoryview, plan: RankPlan, *, rank: int, private: dict[str, object], threads: Executor) -> RankManifest:
+    """What `store_shard` says of an image, of one that is not written. Arguments as there.
+
+    Raises:
+        NotFiniteError: a parameter or a tensor of optimizer state holds NaN or infinity.
+    """
+    image = image[: plan.file_bytes]
+    digests = checksum(image, plan, threads)
+    wait(digests)
+    chunks = tuple(chunk for portion in digests for chunk in portion.result())
+    return _manifest(shard_name(rank), image, plan, chunks, rank=rank, private=private)
+
+
+def _manifest(
+    name: str, image: memoryview, plan: RankPlan, chunks: tuple[Chunk, ...], *, rank: int, private: dict[str, object]
+) -> RankManifest:
     gap = gap_digest(image, plan)
     return RankManifest(
         rank=rank,
-        file=path.name,
+        file=name,
         size_bytes=plan.file_bytes,
         digest=file_digest(chunks, gap),
         gap_digest=gap,

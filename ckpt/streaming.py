@@ -29,8 +29,11 @@ def table(parts: Sequence[tuple[int, int, int]]) -> Table:
 
 
 @functools.cache
-def copier() -> Callable[[Table], None] | None:
-    """Copies a table's pieces; None when there is no compiler, or `REGROW_NO_STREAM_COPY=1`. Lets other threads run meanwhile."""
+def copier(*, plain: bool = False) -> Callable[[Table], None] | None:
+    """Copies a table's pieces; None when there is no compiler, or `REGROW_NO_STREAM_COPY=1`. Lets other threads run meanwhile.
+
+    `plain`: with the stores that every processor of this kind has, instead of the widest that this one has.
+    """
     if os.environ.get(OFF_VARIABLE) == "1":
         return None
     try:
@@ -38,6 +41,6 @@ def copier() -> Callable[[Table], None] | None:
     except (OSError, OperationalError) as error:
         log.info("snapshots are copied by torch: %s", error)
         return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     function.restype = None
-    return lambda parts: function(parts.ctypes.data, len(parts))
+    return lambda parts: function(parts.ctypes.data, len(parts), plain)

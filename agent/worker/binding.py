@@ -47,9 +47,9 @@ class StateKeeper:
         """Is an arena free?"""
         return self._state.ready()
 
-    def save(self, step: int, samples: int) -> wire.SaveReport:
-        """Copy the state into an arena and hand it to the writer."""
-        return self._state.save(step, samples)
+    def save(self, step: int, samples: int, *, memory: bool = False) -> wire.SaveReport:
+        """Copy the state into an arena and hand it to the writer, to be written or (`memory`) kept there."""
+        return self._state.save(step, samples, memory=memory)
 
     def skip(self, step: int, reason: str) -> None:
         """Tell the writer that the step is void."""
@@ -64,7 +64,7 @@ class StateKeeper:
         end = time.monotonic() + seconds
         while True:
             self._state.ready()
-            if counts.durable + counts.not_durable >= counts.snapshots:
+            if counts.durable + counts.remembered + counts.not_durable >= counts.snapshots:
                 return counts.not_durable == failed
             if time.monotonic() >= end:
                 return False
@@ -124,8 +124,9 @@ class BoundState:
                 raise
             self._refuse(point, error)
         seconds = time.perf_counter() - begin
-        if point is not None and self.inner is not None:
-            self._run.restored(step, self.inner.samples, seconds)
+        recalled = self.inner is not None and self.inner.recalled
+        if self.inner is not None and (point is not None or recalled):
+            self._run.restored(step, self.inner.samples, seconds, saved=not recalled)
         loaded = self.inner.loaded if self.inner is not None else None
         sources = {} if loaded is None else loaded.sources()
         self._loop.passed("restored", seconds, directory=point.directory if point is not None else "", **sources)
@@ -148,10 +149,10 @@ class BoundState:
         return True
 
     def _load(self, point: wire.RestorePoint | None) -> int:
-        if point is None or self.inner is None:
+        if self.inner is None or (point is None and not self._run.environment.spec.memory):
             return 0
         step = self.inner.restore(point)
-        if step != point.step:
+        if point is not None and step != point.step and not self.inner.recalled:
             raise OperationalError(
                 f"holds step {step}, not step {point.step}", where=point.directory, hint="`regrow ckpt verify` says what is wrong with it"
             )

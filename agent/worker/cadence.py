@@ -19,11 +19,12 @@ class Cadence:
         self._fixed_seconds = spec.save_interval_seconds
         self._rate = spec.failures_per_second or policy.prior_failures_per_hour / 3600.0
         self._measured = Measured()
-        self._last_step = 0
+        self._last_step = self._last_kept = 0
+        self._memory_seconds = policy.memory_interval_seconds
 
     def started_at(self, step: int, restore_seconds: float) -> None:
         """The step that is safe on storage now, and what it took to load it."""
-        self._last_step = step
+        self._last_step = self._last_kept = step
         self._measured = msgspec.structs.replace(self._measured, restore_seconds=restore_seconds)
 
     def ordered(self, order: Control) -> None:
@@ -37,9 +38,11 @@ class Cadence:
         """A step took this long, without the stall of a save."""
         self._measured = msgspec.structs.replace(self._measured, step_seconds=_mean(self._measured.step_seconds, seconds))
 
-    def saved(self, step: int, stall_seconds: float) -> None:
-        """A snapshot of `step` was taken and held training up this long."""
-        self._last_step = step
+    def saved(self, step: int, stall_seconds: float, *, memory: bool = False) -> None:
+        """A snapshot of `step` was taken and held training up this long; `memory`: it is not written."""
+        self._last_kept = step
+        if not memory:
+            self._last_step = step
         stall = self._measured.stall_seconds
         self._measured = msgspec.structs.replace(self._measured, stall_seconds=_mean(stall or 0.0, stall_seconds))
 
@@ -50,6 +53,11 @@ class Cadence:
     def interval(self) -> Interval:
         """What the controller chooses now, with its reason; a fixed interval of the supervisor is not looked at here."""
         return self._controller.choose_at(self._measured, self._rate)
+
+    def memory_due(self, step: int, lag: int) -> bool:
+        """The same for a snapshot that stays in memory: any snapshot counts, and the job says how often."""
+        since = (step + lag - self._last_kept) * self._measured.step_seconds
+        return 0.0 < self._memory_seconds <= since
 
     def due(self, step: int, lag: int) -> bool:
         """Should ranks save `lag` steps after `step`, which is when they would hear of it?"""

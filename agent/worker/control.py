@@ -32,7 +32,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     """Of one exchange."""
     digest_us: int = 0
     """Of a digest of everything and its check at rest."""
-    reserved: int = 0
+    memory: int = 0
+    """Save at this boundary, into memory alone. `save` wins."""
 
 
 NUM_WORDS = len(Words.__struct_fields__)

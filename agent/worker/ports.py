@@ -17,7 +17,7 @@ class Keeper(Protocol):
         """Is there room for a snapshot now? Once true it stays true until the next save."""
         ...
 
-    def save(self, step: int, samples: int) -> wire.SaveReport:
+    def save(self, step: int, samples: int, *, memory: bool = False) -> wire.SaveReport:
         """Take a snapshot. Returns when training may go on."""
         ...
 

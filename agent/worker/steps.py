@@ -226,6 +226,8 @@ class StepLoop:
         wait = last or bool(agreed.stop)
         if agreed.save or wait:
             self._save(step, agreed, wait=wait)
+        elif agreed.memory and not agreed.busy and not agreed.refuse:
+            self._save_in_memory(step)
         if agreed.stop and not last:
             self.stopped = True
         if not wait:
@@ -240,7 +242,8 @@ class StepLoop:
 
     def _words(self, step: int) -> Words:
         keeper = self.keeper
-        due = self._environment.rank == 0 and keeper is not None and self._cadence.due(step, self._control.period)
+        decides = self._environment.rank == 0 and keeper is not None
+        due = decides and self._cadence.due(step, self._control.period)
         before, then = self._last_exchange
         now = time.perf_counter()
         self._last_exchange = (step, now)
@@ -253,6 +256,7 @@ class StepLoop:
             digest_us=int(self.watch.cost_seconds() * 1e6),
             step_us=int((now - then) * 1e6 / max(1, step - before)),
             cost_us=self._cost_us,
+            memory=int(decides and self._cadence.memory_due(step, self._control.period)),
         )
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -272,6 +276,19 @@ class StepLoop:
             self._cadence.saved(step, report.stall_seconds)
         if wait:
             self._await_durable(step, report)
+
+    def _save_in_memory(self, step: int) -> None:
+        """Between checkpoints. While a rank is not able to, nobody does, and none is missed: the next one is due at once."""
+        assert self.keeper is not None
+        if self._damaged or self._doubtful:
+            self.keeper.skip(step, "the state of this rank is not finite, or its memory changed at rest")
+            return
+        before = self.current_phase
+        self.phase("save")
+        report = self.keeper.save(step, self.samples, memory=True)
+        self.phase(before)
+        if report.outcome == "snapshot":
+            self._cadence.saved(step, report.stall_seconds, memory=True)
 
     def _attempt(self, step: int, agreed: Words, *, wait: bool) -> wire.SaveReport:
         """All ranks come to the same answer, except for what is known on one rank only: then its shard stays missing and

@@ -71,6 +71,8 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """True: starting at step 0 although checkpoints were expected is what the user wants."""
     peer_memory: bool = False
     """Each node's snapshots are copied into the memory of another node as well."""
+    memory_interval_seconds: float = 0.0
+    """Between checkpoints on storage the state is saved into memory alone, so often. 0: never."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +170,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     failures_per_second: float = 0.0
     in_place: bool = False
     """Members keep workers that can change their generation; others are killed and forked anew."""
+    memory: bool = False
+    """What nodes have in memory may be restored where it continues `restore`: the leader does not want an older state."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):

@@ -133,7 +133,7 @@ def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -
     restored = current.spec.restore.step if current.spec.restore else 0
     began_after = event.step - event.num_steps
     incident = open_incident(job)
-    if not current.spec.in_place or current.adopted or incident is None or incident.generation_after != current.number:
+    if not _takes_up_memory(current) or current.adopted or incident is None or incident.generation_after != current.number:
         return job
     num_kept = min(began_after, incident.frontier) - restored
     if num_kept <= 0:
@@ -143,13 +143,17 @@ def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -
     return with_incident(job, _change(incident, restored_step=min(began_after, incident.frontier)))
 
 
+def _takes_up_memory(current: GenerationView) -> bool:
+    return current.spec.in_place or current.spec.memory
+
+
 def _wrong_step(current: GenerationView, event: e.StepsCompleted) -> str:
     restore = current.spec.restore
     began = event.step - event.num_steps + 1
     if restore is None or current.adopted or began == restore.step + 1:
         return ""
-    if current.spec.in_place and began - 1 > restore.step:
-        return ""  # survivors went on with what they held in memory
+    if _takes_up_memory(current) and began - 1 > restore.step:
+        return ""  # they went on with what survivors, or nodes, held in memory
     return f"the first completed step is {began}, the restored checkpoint is of step {restore.step}: its state was not taken up"
 
 

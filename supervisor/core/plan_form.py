@@ -126,7 +126,8 @@ def _record(
     members = membership.assign(seats, choice.workers_used, view.nodes)
     number = 1 + max([job.highest_generation, *(node.highest_generation for node in view.nodes.values())])
     climbed = ""
-    in_place = keeps_processes(job) and not _goes_back(job, point, why)
+    newest_wanted = not _goes_back(job, point, why)
+    in_place = keeps_processes(job) and newest_wanted
     seed = why.seed
     if before is not None and seed is not None and seed.kind != "growth":
         rung, rungs = ladder.climb(
@@ -166,6 +167,7 @@ def _record(
         reason=text[:500],
         failures_per_second=rates.failure_rate(job, now, more=added),
         in_place=in_place,
+        memory=job.spec.checkpoint.memory_interval_seconds > 0.0 and job.generation is not None and newest_wanted,
     )
     book = _change(book, frontier=max(book.frontier, job.frontier), num_incidents=len(job.incidents) + (1 if seed else 0))
     draft.act(

@@ -99,6 +99,47 @@ def test_a_file_that_ends_too_early(tmp_path):
         load_items(tmp_path, source, [Item(source.box("w"), torch.zeros_like(value))])
 
 
+CUT_WHILE_READING = """
+import os, random, sys, threading, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import torch
+from test_fast_read import NAME, stored
+from regrow.ckpt.flatten import Item
+from regrow.ckpt.loading import load_items
+from regrow.ckpt.manifest import DamagedCheckpointError
+
+folder = Path(sys.argv[1])
+value = torch.arange(8 << 20, dtype=torch.int32)
+source, target = stored(folder, value, 1 << 20), torch.zeros_like(value)
+data, item = (folder / NAME).read_bytes(), Item(source.box("w"), target)
+load_items(folder, source, [item])
+began = time.perf_counter()
+load_items(folder, source, [item])
+whole, cut = time.perf_counter() - began, 0
+for turn in range(24):
+    (folder / NAME).write_bytes(data)
+    timer = threading.Timer(whole * turn / 24, os.truncate, (folder / NAME, 0))
+    timer.start()
+    try:
+        load_items(folder, source, [item])
+    except DamagedCheckpointError as error:
+        assert "truncated" in str(error), error
+        cut += 1
+    timer.join()
+print(cut)
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_kills_nobody(tmp_path):
+    """The kernel answers an access behind the end of a mapped file with SIGBUS; the reader tells of a truncated file, each time."""
+    folders = [str(Path(__file__).parent), str(Path(__file__).with_name("support"))]
+    command = [sys.executable, "-c", CUT_WHILE_READING, str(tmp_path), *folders]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 12, "most of the cuts came while it was read"
+
+
 def test_memory_that_holds_something_else_is_not_believed(tmp_path):
     """The file is read instead, and what was read from where is counted."""
     value = torch.arange(100_000, dtype=torch.int32)

@@ -90,10 +90,10 @@ async def test_the_last_late_copy_is_not_lost(trainer, tmp_path):
         assert torch.equal(value, small.tensors()[name]), name
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_length_and_alignment(seed):
+@pytest.mark.parametrize(("seed", "plain"), [(0, False), (1, False), (2, False), (0, True)])
+def test_every_length_and_alignment(seed, plain):
     """Pieces of 0 to 9,000 bytes from odd addresses; nothing beside the target is touched."""
-    copy = streaming.copier()
+    copy = streaming.copier(plain=plain)
     assert copy is not None, "a C compiler is needed"
     random = np.random.default_rng(seed)
     source = random.integers(0, 256, 1 << 20, dtype=np.uint8)

@@ -158,7 +158,7 @@ def assert_nothing_piles_up(run: Run) -> None:
     found = workers(run)
     open_now = {place: len(descriptors(pid)) for place, pid in found.items()}
     assert max(open_now.values()) - min(open_now.values()) <= MOST_MORE_DESCRIPTORS, open_now
-    arenas = {pid: sum("memfd:" in target for target in descriptors(pid)) for pid in run.pids("regrow.ckpt.writer")}
+    arenas = {pid: sum("regrow-arena" in target for target in descriptors(pid)) for pid in run.pids("regrow.ckpt.writer")}
     assert max(arenas.values()) <= MOST_ARENAS, arenas
     stores = [pid for pid in marked(TEST_MARK, run.mark) if Path(f"/proc/{pid}/comm").read_text().strip() == "regrow-store"]
     assert len(stores) <= MOST_STORES * NODES, stores

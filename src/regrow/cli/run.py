@@ -43,6 +43,9 @@ def run(
     keep_last: Annotated[int, typer.Option(help="Checkpoints kept besides verified ones.")] = 3,
     fresh: Annotated[bool, typer.Option(help="Start at step 0 although there are checkpoints, or none can be read.")] = False,
     accept: Annotated[list[str] | None, typer.Option(metavar="FIELD", help="Difference from the checkpoint that is meant.")] = None,
+    memory_interval: Annotated[
+        float, typer.Option(help="Seconds between snapshots that stay in memory, besides the checkpoints on storage; 0: none.")
+    ] = 0.0,
     peer_memory: Annotated[bool, typer.Option(help="Copy checkpoints into another node's memory too.")] = False,
     hang_seconds: Annotated[float, typer.Option(help="Limit for a step without progress; 0: learned.")] = 0.0,
     hang_phase: Annotated[list[str] | None, typer.Option(metavar="PHASE=SECONDS", help="Limit of eval, save or restore.")] = None,
@@ -89,6 +92,7 @@ def run(
         in_place=in_place,
         accept=tuple(accept or ()),
         peer_memory=peer_memory,
+        memory_interval=memory_interval,
         cold=cold,
         cwd=str(Path.cwd()),
     )

@@ -52,6 +52,7 @@ class Request:
     cold: bool = False
     in_place: bool = False
     peer_memory: bool = False
+    memory_interval: float = 0.0
     accept: tuple[str, ...] = ()
     cwd: str = "."
 
@@ -71,6 +72,7 @@ def specification(request: Request) -> wire.JobSpec:
         (request.max_restarts, "--max-restarts"),
         (request.hang_seconds, "--hang-seconds"),
         (request.hang_idle_seconds, "--hang-idle-seconds"),
+        (request.memory_interval, "--memory-interval"),
     ):
         if value < 0:
             raise ConfigurationError(f"{value} is negative", where=flag)
@@ -99,6 +101,7 @@ def specification(request: Request) -> wire.JobSpec:
             keep_last=request.keep_last,
             fresh_start=request.fresh,
             peer_memory=request.peer_memory,
+            memory_interval_seconds=request.memory_interval,
         ),
         env={ACCEPT_VARIABLE: ",".join(differences.check_fields(request.accept))} if request.accept else {},
         max_restarts=request.max_restarts,
