@@ -159,7 +159,7 @@ def worker_environment(
         "REGROW_JOB_SPEC": str(paths.generation(spec.job, number) / "job.json"),
     }
     if job.in_place:
-        env["REGROW_IN_PLACE"] = "1"
+        env["REGROW_IN_PLACE"] = "1" if job.in_place_gpus else "auto"
     if worker.device_uuid:
         env.setdefault("REGROW_DEVICE", worker.device_uuid)
     return env

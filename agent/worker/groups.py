@@ -26,9 +26,14 @@ def axis_names(shape: MeshShape) -> tuple[str, ...]:
     return ("dp", "pp", "cp", "tp") if shape.cp > 1 else ("dp", "pp", "tp")
 
 
+def uses_gpu() -> bool:
+    """Do workers here train on GPUs? Where there are some, unless REGROW_DEVICE=cpu."""
+    return os.environ.get("REGROW_DEVICE") != "cpu" and torch.cuda.is_available()
+
+
 def pick_device(local_rank: int) -> torch.device:
     """The device of this worker: its GPU where there is one, else the CPU. REGROW_DEVICE=cpu overrides."""
-    if os.environ.get("REGROW_DEVICE") != "cpu" and torch.cuda.is_available():
+    if uses_gpu():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device

@@ -32,6 +32,7 @@ import msgspec
 from regrow import wire
 from regrow.agent.worker import gloo
 from regrow.agent.worker.environment import WorkerEnvironment
+from regrow.agent.worker.groups import uses_gpu
 from regrow.errors import RegrowError
 
 _log = logging.getLogger("regrow.worker")
@@ -199,12 +200,13 @@ def in_place(body: Callable[[], T]) -> T:
     """Run `body` again in this process whenever the generation changes; returns what it returns.
 
     It has to do everything from `regrow.attach()` on: the mesh may be another one. What it keeps outside of itself (modules,
-    data that was read, caches) stays. Without `--in-place`, or without a supervisor, this is a plain call.
+    data that was read, caches) stays. With `--no-in-place`, with GPUs unless `--in-place` asks for it, and without a supervisor,
+    this is a plain call.
     """
     global _inside  # noqa: PLW0603
     global _hook  # noqa: PLW0603
     _hook = sys.excepthook
-    if os.environ.get("REGROW_IN_PLACE") != "1" or not os.environ.get("REGROW_SOCKET"):
+    if not _wanted():
         return body()
     _inside = True
     gc.freeze()  # the collection between two generations then walks what the script made, not all of torch
@@ -221,6 +223,12 @@ def in_place(body: Callable[[], T]) -> T:
             _keep_state()
             _drop_frames(error)
         _change_over(order)
+
+
+def _wanted() -> bool:
+    """Where nobody asked for it ("auto") it is for CPUs: with GPUs it was never run, and for a moment two states are in memory."""
+    asked = os.environ.get("REGROW_IN_PLACE", "")
+    return bool(os.environ.get("REGROW_SOCKET")) and (asked == "1" or (asked == "auto" and not uses_gpu()))
 
 
 def watch(environment: WorkerEnvironment, leave: Callable[[], None]) -> Callable[[], None]:

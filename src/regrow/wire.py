@@ -111,8 +111,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed limits of phases that are no steps: eval, save, restore. Others are learned."""
     hang_idle_seconds: float = 0.0
     """A script that reports no progress is hung when none of its ranks used CPU time for so long. 0: never said."""
-    in_place: bool = False
+    in_place: bool = True
     """Surviving workers keep their processes over a change of generation, where the script runs under `regrow.in_place`."""
+    in_place_gpus: bool = False
+    """They do with GPUs too, where it was never run."""
     priority: int = 0
 
 

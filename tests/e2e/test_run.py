@@ -45,9 +45,15 @@ def toy(tmp_path: Path, steps: int, *flags: str) -> tuple[str, ...]:
 
 
 def lines(tmp_path: Path) -> list[list[dict[str, Any]]]:
-    """Logs of rank 0 of every generation, in order."""
-    paths = sorted((tmp_path / "log").glob("g*-r0.jsonl"), key=lambda path: int(path.stem[1:].split("-")[0]))
-    return [[json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] for path in paths]
+    """What any rank wrote down in every generation, in order: where it began, then its steps.
+
+    The last step of a rank that was killed may be in the logs of its peers only: they had applied it, and it is not computed again.
+    """
+    found: dict[int, dict[int, dict[str, Any]]] = {}
+    for path in sorted((tmp_path / "log").glob("g*-r*.jsonl")):
+        log = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        found.setdefault(int(path.stem[1:].split("-")[0]), {}).update({line.get("step", 0): line for line in log})
+    return [[line for _, line in sorted(log.items())] for _, log in sorted(found.items())]
 
 
 def lineage(tmp_path: Path) -> dict[int, float]:

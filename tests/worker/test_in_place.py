@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -147,6 +148,21 @@ def test_blocked_collectives_are_freed_and_other_connections_live(tmp_path: Path
     assert found["broken"] >= 1
     assert found["lost_peer"], found["error"]
     assert found["heard"] == ["there", "there", "value"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "possible"),
+    [("auto", False, True), ("auto", True, False), ("1", True, True), ("1", False, True), ("", False, False)],
+)
+def test_on_cpus_unless_it_is_switched_off_with_gpus_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str, gpu: bool, possible: bool
+) -> None:
+    monkeypatch.setattr(regroup, "_inside", False)
+    monkeypatch.setattr(regroup, "uses_gpu", lambda: gpu)
+    monkeypatch.setenv("REGROW_SOCKET", "/nobody")
+    monkeypatch.setenv("REGROW_IN_PLACE", asked)
+    assert regroup.in_place(regroup.possible) == possible
+    gc.unfreeze()
 
 
 def test_a_wrapped_loss_of_a_peer_is_one_and_a_plain_error_is_none() -> None:

@@ -51,7 +51,10 @@ def run(
     hang_phase: Annotated[list[str] | None, typer.Option(metavar="PHASE=SECONDS", help="Limit of eval, save or restore.")] = None,
     hang_idle_seconds: Annotated[float, typer.Option(help="A script that reports nothing is hung when idle so long; 0: off.")] = 0.0,
     preload: Annotated[str, typer.Option(help="Modules that warm workers have imported, comma separated.")] = "",
-    in_place: Annotated[bool, typer.Option(help="Survivors keep their processes (scripts under regrow.in_place).")] = False,
+    in_place: Annotated[
+        bool | None,
+        typer.Option(help="Survivors keep their processes (scripts under regrow.in_place). By default on CPUs, not with GPUs."),
+    ] = None,
     cold: Annotated[bool, typer.Option(help="Start workers cold instead of forking warm ones.")] = False,
     supervisor: remote.Address = "",
     store: remote.StoreUrl = "",

@@ -50,7 +50,7 @@ class Request:
     hang_idle_seconds: float = 0.0
     preload: tuple[str, ...] = ()
     cold: bool = False
-    in_place: bool = False
+    in_place: bool | None = None
     peer_memory: bool = False
     memory_interval: float = 0.0
     accept: tuple[str, ...] = ()
@@ -108,7 +108,8 @@ def specification(request: Request) -> wire.JobSpec:
         priority=request.priority,
         nice=10 if request.nodes else 0,
         start_method="cold" if request.cold else "warm",
-        in_place=request.in_place,
+        in_place=request.in_place is not False,
+        in_place_gpus=request.in_place is True,
         preload=request.preload,
         hang_seconds=request.hang_seconds,
         hang_phase_seconds=hang_phases(request.hang_phases),
