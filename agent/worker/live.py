@@ -42,6 +42,7 @@ class Held(msgspec.Struct, kw_only=True):
     shard: str
     """Digest of the names and boxes of all tensors: who has the same holds the same parts of the whole."""
     tensors: dict[str, torch.Tensor]
+    """The data alone: a parameter has hooks, and they hold its model, its groups, their threads and sockets."""
     schedules: list[Any]
     groups: list[Any]
     values: dict[str, Any]
@@ -144,7 +145,7 @@ class LiveState:
             step=self._step,
             samples=self._samples,
             shard=_shard(tensors),
-            tensors=local,
+            tensors={name: value.detach() for name, value in local.items()},
             schedules=self._schedules,
             groups=list(private.groups(self._optimizer, names)),
             values=values,
