@@ -41,7 +41,7 @@ class Cleaner:
             choices = await asyncio.to_thread(
                 retention.prune,
                 folder,
-                retention.Retention(keep_last=self._policy.keep_last),
+                retention.Retention(keep_last=self._policy.keep_last, keep_every_seconds=self._policy.keep_every_hours * 3600.0),
                 generation=self._spec.generation,
                 protected=self._protected([found for _, _, found in known]),
                 recycle=True,

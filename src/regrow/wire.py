@@ -64,6 +64,8 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str = ""
     keep_last: int = 3
+    keep_every_hours: float = 0.0
+    """Besides the last ones, one in each interval of so many hours is kept. 0: none."""
     min_interval_seconds: float = 0.0
     max_interval_seconds: float = 3600.0
     prior_failures_per_hour: float = 0.0

@@ -16,7 +16,7 @@ from ckpt_synthetic import commit, shard, simple, spec_of, write_shards
 from regrow.ckpt import catalog, retention
 from regrow.ckpt.commit import Collector, checkpoint_record, write_record
 from regrow.ckpt.manifest import read_record
-from regrow.ckpt.retention import Retention, prune
+from regrow.ckpt.retention import Retention, choose, prune
 from regrow.ckpt.verify import verify
 from regrow.errors import ConfigurationError, FencedError, OperationalError
 from regrow.wire import ShardFile, ShardsDurable, ShardsFailed
@@ -253,6 +253,16 @@ def test_retention_keeps_what_it_must_and_touches_nothing_else(tmp_path):
     kept = {f"step-{step:012d}-g2-abc" for step in (20, 30, 50, 60, 70)}
     assert left == {*strangers, *kept}
     assert [entry.step for entry in catalog.scan(tmp_path) if entry.state == "restorable"] == [60, 50, 30, 20]
+
+
+def test_one_in_so_many_hours_is_kept():
+    hours = [3.1, 3.0, 1.9, 1.2, 0.5, 0.1]
+    entries = [
+        catalog.CatalogEntry(directory=f"/c/{at}", state="restorable", step=int(at * 10), generation=1, written_at=at * 3600)
+        for at in hours
+    ]
+    choices = choose(entries, Retention(keep_last=1, keep_every_seconds=3600), generation=1)
+    assert [choice.name for choice in choices if choice.keep] == ["3.1", "3.0", "1.2", "0.1"], "the newest, and the first of each hour"
 
 
 def test_the_newest_restorable_is_never_removed(tmp_path):

@@ -176,6 +176,7 @@ def _prune(
     path: Folder,
     keep: Annotated[int, typer.Option("--keep", min=1, help="Newest restorable checkpoints to keep.")] = 3,
     every: Annotated[int, typer.Option("--keep-every-steps", min=0, help="Also keep steps that are a multiple of this.")] = 0,
+    hours: Annotated[float, typer.Option("--keep-every-hours", min=0.0, help="Also keep one in so many hours.")] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
@@ -184,7 +185,8 @@ def _prune(
 
     if not path.is_dir():
         raise no_such(path)
-    choices = prune(path, Retention(keep_last=keep, keep_every_steps=every), generation=-1, dry_run=dry_run)
+    policy = Retention(keep_last=keep, keep_every_steps=every, keep_every_seconds=hours * 3600.0)
+    choices = prune(path, policy, generation=-1, dry_run=dry_run)
 
     def human() -> None:
         for choice in choices:

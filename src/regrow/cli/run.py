@@ -41,6 +41,7 @@ def run(
     run_dir: Annotated[str, typer.Option(help="Folder of the run; default runs/JOB.")] = "",
     checkpoint_dir: Annotated[str, typer.Option(help="Where checkpoints go; default RUN_DIR/checkpoints.")] = "",
     keep_last: Annotated[int, typer.Option(help="Checkpoints kept besides verified ones.")] = 3,
+    keep_every_hours: Annotated[float, typer.Option(help="Besides those, keep one checkpoint in so many hours; 0: none.")] = 0.0,
     fresh: Annotated[bool, typer.Option(help="Start at step 0 although there are checkpoints, or none can be read.")] = False,
     accept: Annotated[list[str] | None, typer.Option(metavar="FIELD", help="Difference from the checkpoint that is meant.")] = None,
     memory_interval: Annotated[
@@ -87,6 +88,7 @@ def run(
         run_dir=run_dir,
         checkpoint_dir=checkpoint_dir,
         keep_last=keep_last,
+        keep_every_hours=keep_every_hours,
         fresh=fresh,
         hang_seconds=hang_seconds,
         hang_phases=tuple(hang_phase or ()),

@@ -44,6 +44,7 @@ class Request:
     run_dir: str = ""
     checkpoint_dir: str = ""
     keep_last: int = 3
+    keep_every_hours: float = 0.0
     fresh: bool = False
     hang_seconds: float = 0.0
     hang_phases: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ def specification(request: Request) -> wire.JobSpec:
         (request.hang_seconds, "--hang-seconds"),
         (request.hang_idle_seconds, "--hang-idle-seconds"),
         (request.memory_interval, "--memory-interval"),
+        (request.keep_every_hours, "--keep-every-hours"),
     ):
         if value < 0:
             raise ConfigurationError(f"{value} is negative", where=flag)
@@ -99,6 +101,7 @@ def specification(request: Request) -> wire.JobSpec:
         checkpoint=wire.CheckpointPolicy(
             path=str(checkpoint_path(request, name)),
             keep_last=request.keep_last,
+            keep_every_hours=request.keep_every_hours,
             fresh_start=request.fresh,
             peer_memory=request.peer_memory,
             memory_interval_seconds=request.memory_interval,
