@@ -9,6 +9,10 @@ record is written, and the training time that a window of steps (--step-seconds 
 is the call and the wait before the optimizer. Names that end in _cpu are CPU-seconds of all ranks. Then loads, warm: the same layout, 4 -> 2
 ranks, rows -> columns, 2-D, two pipeline stages -> one, each by dcp.load and by us with every block verified; and cold.
 Ratios are taken within a repeat; medians with min and max are printed.
+
+--parts: saves (a save by itself), window (with saves: what a window of steps loses), loads, memory (resident memory of ranks and
+writer over 200 saves). torchsnapshot's async_take is a further column where it can be imported. nvidia-resiliency-ext (0.4.1) cannot
+be one on a CPU: `FileSystemWriterAsync.preload_tensors` and its fork call torch.cuda.synchronize() without asking.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import importlib
+import importlib.util
 import json
 import mmap
 import os
@@ -115,6 +121,7 @@ class Rank:
         self.shape = (max(8, rows // 8 * 8), COLUMNS)
         self.samples: dict[str, list[float]] = {}
         self.generation = 0
+        self.writer_pid = 0
 
     def holder(self, layout: str) -> Holder:
         """This rank's parameters in a layout."""
@@ -193,13 +200,47 @@ class Rank:
             (self.folder / f"raw-{self.rank}").unlink()
             self._save_dcp(holder, stager, planner, repeat, keep=keep)
             self._save_ours(state, repeat + 1, keep=keep)
+            if importlib.util.find_spec("torchsnapshot") is not None:
+                self._save_torchsnapshot(locals_, repeat, keep=keep)
+        if "window" in self.options.parts:
+            self._measure_late(holder, state, stager, planner)
+        state.close()
+
+    def _measure_late(self, holder: Holder, state: TrainState, stager: CachedStager, planner: DefaultSavePlanner) -> None:
         late = self.state(holder, self.ranks, folder="late", late_copy=True)
         assert late.save(1, 1).outcome == "snapshot"
         late.join()
         self._await_record("late", 1)
         self.measure_window(holder, (state, late), stager, planner)
-        state.close()
         late.close()
+
+    def measure_memory(self) -> None:
+        """Resident memory of this rank, and of the writer, after 20 and after 220 saves."""
+        state = self.state(self.holder("same"), self.ranks)
+        for step in range(1, 221):
+            assert state.save(step, step).outcome == "snapshot"
+            self._await_record("ours", step)
+            if step in (20, 220):
+                self._note_max("resident_rank", resident_bytes(os.getpid()), keep=True)
+                self._note_max("resident_writer", resident_bytes(self.writer_pid), keep=True)
+        state.close()
+
+    def _save_torchsnapshot(self, tensors: list[torch.Tensor], number: int, *, keep: bool) -> None:
+        library: Any = importlib.import_module("torchsnapshot")
+        content = library.StateDict(**{f"t{index:03d}": value for index, value in enumerate(tensors)})
+        path = self.folder / f"snapshot-{number}"
+        stall: list[float] = []
+
+        def whole() -> None:
+            started = time.monotonic()
+            pending = library.Snapshot.async_take(path=str(path), app_state={f"rank{self.rank}": content}, pg=self.stock_group)
+            stall.append(time.monotonic() - started)
+            pending.wait()
+
+        self.timed("torchsnapshot_durable", whole, keep=keep)
+        self._note_max("torchsnapshot_stall", stall[0], keep=keep)
+        if self.rank == 0:
+            shutil.rmtree(path)
 
     def _memcpy(self, base: int, tensors: list[torch.Tensor]) -> None:
         at = base
@@ -375,10 +416,18 @@ class Rank:
         dist.barrier()
 
 
-def run_rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
+def resident_bytes(pid: int) -> float:
+    """Memory of a process that is in use, shared pages included."""
+    return float(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def run_rank(rank: int, folder: Path, options: argparse.Namespace, writer_pid: int) -> None:
     """A forked rank's life."""
     torch.set_num_threads(1)
     one = Rank(rank, folder, options)
+    one.writer_pid = writer_pid
+    if "memory" in options.parts:
+        one.measure_memory()
     if "saves" in options.parts:
         one.measure_saves()
     if "loads" in options.parts:
@@ -432,7 +481,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
             if pid == 0:
                 code = 1
                 try:
-                    run_rank(rank, folder, options)
+                    run_rank(rank, folder, options, writer.pid)
                     code = 0
                 except BaseException:  # noqa: BLE001 - the exit code tells
                     traceback.print_exc()
@@ -478,12 +527,23 @@ def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str
         spread |= {
             "stall_over_memcpy": ratio(samples, "ours_stall", "memcpy"),
             "stall_over_best_dcp": ratio(samples, "ours_stall", "dcp_stall"),
-            "lost_time_over_best_dcp": ratio(samples, "lost_ours", "lost_dcp"),
+            "dcp_stall_over_memcpy": ratio(samples, "dcp_stall", "memcpy"),
             "durable_over_disk": ratio(samples, "ours_durable", "disk"),
             "save_speedup_over_dcp": ratio(samples, "dcp_durable", "ours_durable"),
+        }
+    if "lost_late" in samples:
+        spread |= {
+            "lost_time_over_best_dcp": ratio(samples, "lost_ours", "lost_dcp"),
             "late_stall_over_best_dcp": late_ratio(samples),
             "late_lost_time_over_best_dcp": ratio(samples, "lost_late", "lost_dcp"),
         }
+    if "torchsnapshot_stall" in samples:
+        spread["stall_over_torchsnapshot"] = ratio(samples, "ours_stall", "torchsnapshot_stall")
+        spread["save_speedup_over_torchsnapshot"] = ratio(samples, "torchsnapshot_durable", "ours_durable")
+    for who in ("rank", "writer"):
+        if f"resident_{who}" in samples:
+            first, last = samples[f"resident_{who}"]
+            spread[f"resident_{who}_growth"] = ratio({"last": [last], "first": [first]}, "last", "first")
     if "disk_read" in samples:
         spread["load_speedup_over_dcp"] = ratio(samples, "dcp_load_same", "ours_load_same")
         spread["load_cold_over_disk"] = ratio(samples, "ours_load_cold", "disk_read")
@@ -507,7 +567,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4, help="other numbers than 4 measure the same layout and rows -> columns only")
     parser.add_argument("--step-seconds", type=float, default=0.25, help="forward and backward of a step in the window")
-    parser.add_argument("--parts", default="saves,loads", help="what to measure: saves, loads or both")
+    parser.add_argument("--parts", default="saves,window,loads", help="what to measure")
     parser.add_argument("--samples", default="", help="a file for the seconds as they come: what there is when the run is cut off")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
     options = parser.parse_args()

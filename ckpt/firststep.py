@@ -67,8 +67,9 @@ def sample(value: torch.Tensor) -> int:
     if not value.numel():
         return 0
     flat = value.view(-1) if value.is_contiguous() else value.flatten()
-    parts = (flat[:SAMPLE_ELEMENTS], flat[-SAMPLE_ELEMENTS:])
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    if flat.device.type != "cpu":
+        flat = torch.cat((flat[:SAMPLE_ELEMENTS], flat[-SAMPLE_ELEMENTS:])).cpu()
+    data, size = flat.view(torch.uint8).numpy(), SAMPLE_ELEMENTS * flat.element_size()
+    state = xxhash.xxh3_64(data[:size])
+    state.update(data[-size:])
     return state.intdigest()

@@ -38,8 +38,17 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name.removeprefix("module.")).lstrip(".")
 
 
-def item_of(name: str, value: torch.Tensor) -> Item:
-    """Where a tensor lies in its whole.
+_Placed = dict[tuple[Any, ...], tuple[Any, Any]]
+
+
+def items_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Item]:
+    """`item_of` of each; where tensors of one shape lie alike, it is computed once."""
+    placed: _Placed = {}
+    return {name: item_of(name, value, placed) for name, value in tensors.items()}
+
+
+def item_of(name: str, value: torch.Tensor, placed: _Placed | None = None) -> Item:
+    """Where a tensor lies in its whole. `placed` remembers sizes and offsets from one call to the next.
 
     Raises:
         ConfigurationError: a placement or type that cannot be stored.
@@ -51,17 +60,24 @@ def item_of(name: str, value: torch.Tensor) -> Item:
         )
     if not isinstance(value, DTensor):
         return Item(Box(name, dtype, tuple(value.shape), (0,) * value.dim(), tuple(value.shape)), value.detach())
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if any(placement.is_partial() for placement in value.placements):
         raise ConfigurationError(f"tensor {name} is a partial sum on its ranks", hint="reduce it before the save")
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    sizes, offsets = _place_of(value, {} if placed is None else placed)
     local = local_of(value)
     if tuple(local.shape) != tuple(sizes):
         raise ConfigurationError(f"tensor {name} holds {tuple(local.shape)} here, its placement says {tuple(sizes)}")
     if not all(sizes):
         offsets = (0,) * len(sizes)
     return Item(Box(name, dtype, tuple(value.shape), tuple(offsets), tuple(sizes)), local)
+
+
+def _place_of(value: DTensor, placed: _Placed) -> tuple[Any, Any]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    key = (value.shape, id(value.device_mesh), value.placements)
+    if key not in placed:
+        placed[key] = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return placed[key]
 
 
 def unwrap(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -272,7 +272,7 @@ class TrainState:
 
     def _rebind(self, live: dict[str, torch.Tensor]) -> None:
         """Tensor objects were replaced (set_to, load_state_dict …): same layout, other memory."""
-        items = {name: flatten.item_of(name, value) for name, value in live.items()}
+        items = flatten.items_of(live)
         for name, item in items.items():
             if item.box != self._items[name].box:
                 raise OperationalError(f"tensor {name} changed its shape or placement since the first save")
@@ -325,7 +325,7 @@ class TrainState:
             self._launched = launched(self._objects.optimizer, live.names)
             for one in self._objects.optimizers() if self._late_copy else ():
                 one.register_step_pre_hook(lambda *_: self.join())
-        self._items = {name: flatten.item_of(name, value) for name, value in live.tensors.items()}
+        self._items = flatten.items_of(live.tensors)
         self._live = live.tensors
         if self._late_copy:
             unchecked = set(self._objects.unchecked(live))
