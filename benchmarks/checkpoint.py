@@ -7,7 +7,8 @@ after the other: a warm memcpy of the same tensors (limit of a stall), an O_DIRE
 (limit of a save), dcp.async_save with a cached stager and plan cache (the best of the stock tools), ours until the
 record is written, and the training time that a window of steps (--step-seconds each) loses to each, and to a late copy: its stall
 is the call and the wait before the optimizer. Names that end in _cpu are CPU-seconds of all ranks. Then loads, warm: the same layout, 4 -> 2
-ranks, rows -> columns, 2-D, two pipeline stages -> one, each by dcp.load and by us with every block verified; and cold.
+ranks, rows -> columns, 2-D, two pipeline stages -> one, each by dcp.load and by us with every block verified: as a restart on the same
+node does it (from the writer's arenas), and from the page cache as dcp.load does (names with "cached"). And cold, from the disk alone.
 Ratios are taken within a repeat; medians with min and max are printed.
 
 --parts: saves (a save by itself), window (with saves: what a window of steps loses), loads, memory (resident memory of ranks and
@@ -150,15 +151,16 @@ class Rank:
         restore: RestorePoint | None = None,
         folder: str = "ours",
         late_copy: bool = False,
+        writer: str = "w.sock",
     ) -> TrainState:
-        """Our state around a holder; a generation of its own."""
+        """Our state around a holder; a generation of its own. With the name of no `writer`: nothing is read from its memory."""
         self.generation += 1
         mesh = MeshShape(dp=world)
         spec = GenerationSpec(job=folder, epoch=1, generation=self.generation, mesh=mesh, world_size=world, nodes=("n0",), restore=restore)
         place = Place(spec=spec, rank=self.rank, node="n0", local_ranks=tuple(range(world)), folder=str(self.folder / folder))
         return TrainState.attach(
             place,
-            writer=str(self.folder / "w.sock"),
+            writer=str(self.folder / writer),
             exchange=exchange.over(group),
             model=holder,
             back_pressure="wait",
@@ -376,12 +378,19 @@ class Rank:
         def by_us() -> None:
             assert self.state(other, world, group=group, restore=ours).restore() == 1
 
+        def from_cache() -> None:
+            one = self.state(other, world, group=group, restore=ours, writer="none")
+            assert one.restore() == 1
+            assert one.loaded is not None
+            assert one.loaded.bytes_from_memory == 0
+
         for folder in (stock, ours.directory) if self.rank == 0 else ():
             for path in Path(folder).iterdir():
                 path.read_bytes()  # warm: in the page cache, whoever wrote it and how
         for repeat in range(self.options.repeats + 1):
             self.timed(f"dcp_load_{layout}", by_dcp, group=group, keep=repeat > 0)
             self.timed(f"ours_load_{layout}", by_us, group=group, keep=repeat > 0)
+            self.timed(f"cached_load_{layout}", from_cache, group=group, keep=repeat > 0)
         for mine, theirs in zip(other.parameters(), target.parameters(), strict=True):
             assert torch.equal(mine.to_local(), theirs.to_local()) or layout is None
 
@@ -402,7 +411,7 @@ class Rank:
                 self._drop(Path(folder))
             keep = repeat > 0 or self.options.repeats < 3
             self.timed("disk_read", read_direct, keep=keep)
-            self.timed("ours_load_cold", lambda: self.state(other, self.ranks, restore=ours).restore(), keep=keep)
+            self.timed("ours_load_cold", lambda: self.state(other, self.ranks, restore=ours, writer="none").restore(), keep=keep)
             self.timed("dcp_load_cold", lambda: dcp.load({"model": target.state_dict()}, checkpoint_id=stock), keep=keep)
 
     def _drop(self, folder: Path) -> None:
@@ -553,6 +562,7 @@ def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str
             spread[f"load_speedup_{layout}"] = ratio(samples, f"dcp_load_{layout}", f"ours_load_{layout}")
         for layout in ("same", *reshards):  # of all ranks: says what a busy machine lets no clock say
             spread[f"load_cpu_speedup_{layout}"] = ratio(samples, f"dcp_load_{layout}_cpu", f"ours_load_{layout}_cpu")
+            spread[f"load_cached_speedup_{layout}"] = ratio(samples, f"dcp_load_{layout}", f"cached_load_{layout}")
         worst = min((spread[f"load_speedup_{layout}"] for layout in reshards), key=lambda one: one["median"])
         spread["reshard_load_speedup_over_dcp"] = worst
     return {name: value["median"] for name, value in spread.items()}, spread

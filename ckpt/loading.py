@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,12 @@ from regrow.ckpt.reshard import Piece, Source, byte_runs, pieces, split_piece
 
 THREADS = 4
 """Parallel reads of one process: some wait for storage while others check digests."""
+
+
+def threads_of(num_ranks: int, *, waits: bool) -> int:
+    """Parallel reads of each of the ranks that share this node's processors: more than there are would take turns at one
+    interpreter lock. `waits`: some may wait for storage, so there are two at least."""
+    return max(2 if waits else 1, min(THREADS, len(os.sched_getaffinity(0)) // max(1, num_ranks)))
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -69,19 +69,17 @@ def choose(offers: Iterable[Offer]) -> Choice | None:
     return None
 
 
-def continues(one: Remembered, point: RestorePoint | None, generation: int) -> bool:
-    """Whether a snapshot is what came after the leader's restore point (None: after step 0), in an earlier generation than ours."""
+def continues(one: Remembered, point: RestorePoint, generation: int) -> bool:
+    """Whether a snapshot is what came after the leader's restore point, in an earlier generation than ours."""
     if one.generation >= generation:
         return False
-    if point is None:
-        return one.note.parent is None
     if one.generation == point.generation:
         return one.step > point.step
     return one.note.parent is not None and one.note.parent.record_digest == point.record_digest and one.step > point.step
 
 
 @contextlib.contextmanager
-def newest(exchange: Exchange, place: Place, sink: Sink, point: RestorePoint | None) -> Generator[Opened | None]:
+def newest(exchange: Exchange, place: Place, sink: Sink, point: RestorePoint) -> Generator[Opened | None]:
     """The newest snapshot that the nodes of this generation have in memory, with the files that are in reach. Collective.
 
     Yields None, on all ranks alike, when there is none that continues `point`.

@@ -19,7 +19,7 @@ from regrow.ckpt.envelope import ITEM_BYTES
 from regrow.ckpt.exchange import Exchange, GroupExchange
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.layout import Box
-from regrow.ckpt.loading import Loaded, load_items
+from regrow.ckpt.loading import Loaded, load_items, threads_of
 from regrow.ckpt.manifest import DamagedCheckpointError, NodeManifest, Record, read_manifests, read_record
 from regrow.ckpt.place import Place
 from regrow.ckpt.protocol import CELL_BYTES, Wanted
@@ -141,8 +141,13 @@ def load(
     wanted = elsewhere(opened, shared, memory)
     peers = sink.gather(opened.directory, wanted) if wanted else {}
 
+    held = peers | memory
+    is_here = all(rank.file in held for manifest in opened.manifests for rank in manifest.ranks)
+    threads = threads_of(len(together.place.local_ranks), waits=not is_here)
+
     def read(wanted: Sequence[Item]) -> Loaded:
-        return load_items(opened.directory, opened.source, wanted, memory=peers | memory, peers=peers.keys() - memory.keys(), alone=alone)
+        others = peers.keys() - memory.keys()
+        return load_items(opened.directory, opened.source, wanted, threads=threads, memory=held, peers=others, alone=alone)
 
     try:
         units = _units(opened, together)

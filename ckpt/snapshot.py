@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import mmap
 import threading
@@ -16,6 +17,8 @@ from regrow.ckpt.flatten import Item
 from regrow.ckpt.layout import Image, gaps
 from regrow.ckpt.manifest import Chunk
 
+PORTION_BYTES = 8 << 20
+"""Of a late copy: what is taken at once by the thread that copies, or by the one that waits."""
 log = logging.getLogger("regrow.ckpt.snapshot")
 
 
@@ -43,6 +46,7 @@ class Share:
             for number in range(num_arenas if plain else 0)
         ]
         self._sources = [slot.source for slot in plain]  # whose addresses the tables hold
+        self._cuts = _cuts([slot.chunk.nbytes for slot in plain])
         self.num_bytes = sum(slot.chunk.nbytes for slot in slots)
 
     def copy(self, arena: int) -> None:
@@ -52,16 +56,35 @@ class Share:
         for slot in self.slots:
             slot.places[arena].copy_(slot.source, non_blocking=slot.source.is_cuda)
 
+    def copy_some(self, arena: int, number: int) -> bool:
+        """The same in portions, from number 0 on; False: there is none of this number."""
+        if number < len(self._cuts):
+            start, end = self._cuts[number]
+            if self._copier is not None:
+                self._copier(self._tables[arena][start:end])
+            return True
+        for slot in self.slots if number == len(self._cuts) else ():
+            slot.places[arena].copy_(slot.source)
+        return number == len(self._cuts)
+
 
 class Late:
-    """The rest of a snapshot, copied by a thread while the next forward and backward run."""
+    """The rest of a snapshot, copied by a thread while the next forward and backward run, and in the end by whoever waits for it."""
 
     def __init__(self, share: Share, arena: int) -> None:
-        self._thread = threading.Thread(target=share.copy, args=(arena,), name="late-copy", daemon=True)
+        self._share = share
+        self._arena = arena
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._copy, name="late-copy", daemon=True)
         self._thread.start()
 
+    def _copy(self) -> None:
+        while self._share.copy_some(self._arena, next(self._numbers)):
+            pass
+
     def join(self) -> None:
-        """Wait until all bytes are in the arena."""
+        """Copy what nobody has begun with; returns when all bytes are in the arena."""
+        self._copy()
         self._thread.join()
 
 
@@ -113,6 +136,18 @@ class Snapshotter:
         if stream is not None:
             stream.synchronize()
         return Late(self._late, arena) if self._late.num_bytes else None
+
+
+def _cuts(sizes: list[int]) -> list[tuple[int, int]]:
+    """(start, end) of successive pieces of about `PORTION_BYTES`."""
+    cuts: list[tuple[int, int]] = []
+    start, held = 0, 0
+    for index, size in enumerate(sizes):
+        held += size
+        if held >= PORTION_BYTES or index == len(sizes) - 1:
+            cuts.append((start, index + 1))
+            start, held = index + 1, 0
+    return cuts
 
 
 def _is_plain(source: torch.Tensor) -> bool:

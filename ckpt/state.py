@@ -98,8 +98,7 @@ class TrainState:
         self._objects = Objects(
             model=model, optimizer=optimizer, scheduler=scheduler, data=data, extra=extra, aliases=aliases, generators=generators
         )
-        self._place = place
-        self._sink = sink
+        self._place, self._sink = place, sink
         self._exchange = exchange
         self._facts = dict(facts or {})
         self._back_pressure: BackPressure = back_pressure
@@ -342,9 +341,8 @@ class TrainState:
     # --- restore ---------------------------------------------------------------------------------------------------
 
     def restore(self, point: RestorePoint | None = None) -> int:
-        """Load a checkpoint in place. Call it on all ranks; without a point (and none in the generation) it is a fresh start.
-
-        Where the generation allows it, a later snapshot that the nodes have in memory is taken instead (`recalled` says so).
+        """Load a checkpoint in place, or where the generation allows it a later snapshot that nodes have in memory (`recalled`). Call
+        it on all ranks; without a point (and none in the generation) it is a fresh start.
 
         Returns:
             The completed step that was restored; 0 for a fresh start.
@@ -355,11 +353,13 @@ class TrainState:
         """
         point = point or self._place.spec.restore
         self.join()
+        if point is None:  # a snapshot that cannot be taken up to the end leaves nothing to start afresh from: there must be a checkpoint
+            return 0
         if self._place.spec.memory and (step := self._recall(point)):
             return step
-        return 0 if point is None else self._take_up(restoring.open_point(self._place.folder, point))
+        return self._take_up(restoring.open_point(self._place.folder, point))
 
-    def _recall(self, point: RestorePoint | None) -> int:
+    def _recall(self, point: RestorePoint) -> int:
         """The step of what is in memory; 0: nothing is, or not all ranks could take it up."""
         self.recalled, problem = False, ""
         with remembered.newest(self._exchange, self._place, self._sink, point) as opened:

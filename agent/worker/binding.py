@@ -124,9 +124,8 @@ class BoundState:
                 raise
             self._refuse(point, error)
         seconds = time.perf_counter() - begin
-        recalled = self.inner is not None and self.inner.recalled
-        if self.inner is not None and (point is not None or recalled):
-            self._run.restored(step, self.inner.samples, seconds, saved=not recalled)
+        if point is not None and self.inner is not None:
+            self._run.restored(step, self.inner.samples, seconds, saved=not self.inner.recalled)
         loaded = self.inner.loaded if self.inner is not None else None
         sources = {} if loaded is None else loaded.sources()
         self._loop.passed("restored", seconds, directory=point.directory if point is not None else "", **sources)
@@ -149,10 +148,10 @@ class BoundState:
         return True
 
     def _load(self, point: wire.RestorePoint | None) -> int:
-        if self.inner is None or (point is None and not self._run.environment.spec.memory):
+        if point is None or self.inner is None:
             return 0
         step = self.inner.restore(point)
-        if point is not None and step != point.step and not self.inner.recalled:
+        if step != point.step and not self.inner.recalled:
             raise OperationalError(
                 f"holds step {step}, not step {point.step}", where=point.directory, hint="`regrow ckpt verify` says what is wrong with it"
             )

@@ -92,7 +92,7 @@ async def test_the_last_late_copy_is_not_lost(trainer, tmp_path):
 
 @pytest.mark.parametrize(("seed", "plain"), [(0, False), (1, False), (2, False), (0, True)])
 def test_every_length_and_alignment(seed, plain):
-    """Pieces of 0 to 9,000 bytes from odd addresses; nothing beside the target is touched."""
+    """Pieces of 0 to 40,000 bytes from odd addresses; nothing beside the target is touched."""
     copy = streaming.copier(plain=plain)
     assert copy is not None, "a C compiler is needed"
     random = np.random.default_rng(seed)
@@ -100,8 +100,8 @@ def test_every_length_and_alignment(seed, plain):
     target = np.zeros(1 << 20, np.uint8)
     expected = target.copy()
     parts, at = [], 0
-    while at < (1 << 20) - 10_000:
-        size, start = int(random.integers(0, 9_000)), int(random.integers(0, (1 << 20) - 9_000))
+    while at < (1 << 20) - 41_000:
+        size, start = int(random.integers(0, 40_000)), int(random.integers(0, (1 << 20) - 40_000))
         parts.append((target.ctypes.data + at, source.ctypes.data + start, size))
         expected[at : at + size] = source[start : start + size]
         at += size + int(random.integers(0, 70))

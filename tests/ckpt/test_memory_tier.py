@@ -9,7 +9,7 @@ import pytest
 import torch
 from ckpt_small import Small
 
-from regrow.ckpt import remembered
+from regrow.ckpt import catalog, remembered
 from regrow.ckpt.manifest import Note, Parent, RankManifest
 from regrow.ckpt.protocol import Remembered
 from regrow.ckpt.remembered import Choice, Head, Offer
@@ -27,36 +27,60 @@ def settled(small: Small) -> None:
         small.state.ready()
 
 
-def next_one(folder, writer, generation: int, restore: RestorePoint | None = None, *, memory: bool = True) -> Small:
-    """The process of the next generation, with other weights until it restores."""
-    small = Small(folder, generation, restore, seed=9, writer=writer.socket, check_first_step=False)
-    place = small.state._place
-    small.state._place = msgspec.structs.replace(place, spec=msgspec.structs.replace(place.spec, memory=memory))
-    return small
+class Job:
+    """A small job whose step 1 is a checkpoint on storage, in its first generation."""
+
+    def __init__(self, folder, writer) -> None:
+        self.folder, self.writer = folder, writer
+        self.first = Small(folder, writer=writer.socket)
+
+    async def begin(self, make_committer) -> Small:
+        self.committer = await make_committer(self.first.state._place.spec, [self.writer])
+        self.first.train(1)
+        self.point = await self.to_storage(1)
+        return self.first
+
+    async def to_storage(self, step: int) -> RestorePoint:
+        assert self.first.state.save(step, 4 * step).outcome == "snapshot"
+        await self.committer.until("complete")
+        settled(self.first)
+        entry = catalog.newest_restorable(self.folder)
+        assert entry is not None
+        return entry.restore_point()
+
+    def to_memory(self, step: int) -> None:
+        assert self.first.state.save(step, 4 * step, memory=True).outcome == "snapshot"
+        settled(self.first)
+
+    def second(self, *, memory: bool = True) -> Small:
+        """The process of the next generation, with other weights until it restores."""
+        small = Small(self.folder, 2, self.point, seed=9, writer=self.writer.socket, check_first_step=False)
+        place = small.state._place
+        small.state._place = msgspec.structs.replace(place, spec=msgspec.structs.replace(place.spec, memory=memory))
+        return small
 
 
 @pytest.fixture
-async def writer(make_writer):
-    return await make_writer()
+async def job(make_writer, make_committer, tmp_path):
+    made = Job(tmp_path, await make_writer())
+    await made.begin(make_committer)
+    return made
 
 
-async def test_the_next_process_goes_on_from_memory_and_nothing_is_written(writer, tmp_path):
-    first = Small(tmp_path, writer=writer.socket)
-    first.train(3)
-    assert first.state.save(3, 12, memory=True).outcome == "snapshot"
-    settled(first)
-    first.train(1)
-    assert first.state.save(4, 16, memory=True).outcome == "snapshot"
-    settled(first)
-    assert (first.state.counts.remembered, first.state.counts.durable) == (2, 0)
-    assert not list(tmp_path.glob("step-*")), "no directory, no file"
+async def test_the_next_process_goes_on_from_memory_and_nothing_is_written(job, tmp_path):
+    first = job.first
+    for step in (2, 3):
+        first.train(1)
+        job.to_memory(step)
+    assert (first.state.counts.remembered, first.state.counts.durable) == (2, 1)
+    assert len(list(tmp_path.glob("step-*"))) == 1, "of the checkpoint alone"
     wanted = {name: value.clone() for name, value in first.tensors().items()}
     first.state.close()
     first.train(3)
-    second = next_one(tmp_path, writer, 2)
-    assert second.state.restore() == 4
+    second = job.second()
+    assert second.state.restore() == 3
     assert second.state.recalled
-    assert second.state.samples == 16
+    assert second.state.samples == 12
     assert second.state.loaded.bytes_read == 0, "nothing came from storage"
     for name, value in second.tensors().items():
         assert torch.equal(value, wanted[name]), name
@@ -64,65 +88,66 @@ async def test_the_next_process_goes_on_from_memory_and_nothing_is_written(write
     assert second.trace == first.trace[-3:], "random state, rates and moments go on too"
 
 
-async def test_without_the_leaders_word_memory_is_left_alone(writer, tmp_path):
+async def test_without_the_leaders_word_memory_is_left_alone(job):
     """The leader wants an older state: after a corruption, or because an operator says so."""
-    first = Small(tmp_path, writer=writer.socket)
-    first.train(1)
-    first.state.save(1, 4, memory=True)
-    settled(first)
-    first.state.close()
-    second = next_one(tmp_path, writer, 2, memory=False)
-    assert second.state.restore() == 0
+    job.first.train(1)
+    job.to_memory(2)
+    job.first.state.close()
+    second = job.second(memory=False)
+    assert second.state.restore() == 1
     assert not second.state.recalled
 
 
-async def test_a_snapshot_in_memory_that_was_overwritten_is_not_taken(writer, tmp_path, make_committer):
-    """Its arena is filled anew for a checkpoint; the other arena holds the one before, which is not newer than the checkpoint."""
-    first = Small(tmp_path, writer=writer.socket)
-    committer = await make_committer(first.state._place.spec, [writer])
-    first.train(1)
-    first.state.save(1, 4, memory=True)
-    settled(first)
-    first.train(1)
-    first.state.save(2, 8)
-    point = (await committer.until("complete")).pending
-    settled(first)
-    first.state.close()
-    restore = RestorePoint(step=2, directory=point.directory, generation=1, samples=8)
-    second = next_one(tmp_path, writer, 2, restore)
-    assert second.state.restore() == 2
-    assert not second.state.recalled, "step 1 is older than the checkpoint"
+async def test_a_checkpoint_that_is_newer_than_memory_is_taken(job):
+    for step, save in ((2, job.to_memory), (3, None)):
+        job.first.train(1)
+        if save is not None:
+            save(step)
+    job.point = await job.to_storage(3)
+    job.first.state.close()
+    second = job.second()
+    assert second.state.restore() == 3
+    assert not second.state.recalled
 
 
-async def test_what_is_not_finite_is_not_remembered(writer, tmp_path):
-    first = Small(tmp_path, writer=writer.socket)
+async def test_memory_that_turns_out_to_be_damaged_leads_to_storage(job, monkeypatch):
+    """The arena was filled anew while it was being read: all ranks go to the checkpoint together."""
+    job.first.train(1)
+    job.to_memory(2)
+    job.first.state.close()
+    second = job.second()
+    monkeypatch.setattr(second.state._sink, "borrow", lambda _: {})
+    assert second.state.restore() == 1
+    assert not second.state.recalled
+    assert second.state.samples == 4
+
+
+async def test_what_is_not_finite_is_not_remembered(job):
+    first = job.first
     first.train(1)
     with torch.no_grad():
         first.model[0].weight[0, 0] = float("nan")
-    first.state.save(1, 4, memory=True)
-    settled(first)
+    job.to_memory(2)
     assert first.state.counts.not_durable == 1
     assert "model.0.weight" in first.state.counts.last_reason
     first.state.close()
-    assert next_one(tmp_path, writer, 2).state.restore() == 0
+    assert job.second().state.restore() == 1
 
 
-async def test_a_writer_that_died_took_its_snapshots_with_it(writer, tmp_path):
-    first = Small(tmp_path, writer=writer.socket)
-    first.train(1)
-    first.state.save(1, 4, memory=True)
-    settled(first)
-    first.state.close()
-    writer.kill()
-    writer.start()
-    second = next_one(tmp_path, writer, 2)
-    assert second.state.restore() == 0
+async def test_a_writer_that_died_took_its_snapshots_with_it(job):
+    job.first.train(1)
+    job.to_memory(2)
+    job.first.state.close()
+    job.writer.kill()
+    job.writer.start()
+    assert job.second().state.restore() == 1
 
 
 async def test_one_process_without_an_agent_says_that_it_keeps_nothing(tmp_path):
     alone = Small(tmp_path)
     alone.train(1)
     alone.state.save(1, 4, memory=True)
+    alone.state.ready()
     assert "outlives" in alone.state.counts.last_reason
 
 
@@ -162,9 +187,7 @@ def test_the_newest_that_is_whole(offers, wanted):
 @pytest.mark.parametrize(
     ("generation", "step", "parent", "point", "wanted"),
     [
-        (3, 7, None, None, True),
-        (4, 7, None, None, False),  # our own generation has nothing yet
-        (3, 7, "p", None, False),  # it came from a checkpoint, the leader starts at step 0
+        (4, 7, "p", (3, 5, "q"), False),  # our own generation has nothing yet
         (3, 7, "p", (3, 5, "q"), True),  # the leader's checkpoint is of the same generation, and older
         (3, 5, "p", (3, 5, "q"), False),
         (3, 7, "p", (2, 5, "p"), True),  # both go back to the same checkpoint
@@ -182,7 +205,7 @@ def test_only_what_continues_the_leaders_choice(generation, step, parent, point,
     )
     manifest = RankManifest(rank=0, file="f", size_bytes=1, digest="", gap_digest="", chunks=())
     one = Remembered(job="j", epoch=1, generation=generation, step=step, node="n", directory="/d", manifest=manifest, note=note)
-    restore = RestorePoint(step=point[1], directory="x", record_digest=point[2], generation=point[0]) if point else None
+    restore = RestorePoint(step=point[1], directory="x", record_digest=point[2], generation=point[0])
     assert remembered.continues(one, restore, 4) is wanted
 
 
