@@ -167,7 +167,7 @@ def _record(
         reason=text[:500],
         failures_per_second=rates.failure_rate(job, now, more=added),
         in_place=in_place,
-        memory=job.spec.checkpoint.memory_interval_seconds > 0.0 and point.point is not None and newest_wanted,
+        memory=before is not None and newest_wanted and job.spec.checkpoint.memory_interval_seconds > 0.0,
     )
     book = _change(book, frontier=max(book.frontier, job.frontier), num_incidents=len(job.incidents) + (1 if seed else 0))
     draft.act(

@@ -1,0 +1,59 @@
+"""Snapshots in memory: when the leader allows them, and that work which they kept is not lost work."""
+
+from __future__ import annotations
+
+from tests.core.world import running
+
+from regrow import wire
+
+MEMORY = wire.CheckpointPolicy(memory_interval_seconds=5.0)
+
+
+def test_a_job_without_them_is_not_told_of_memory() -> None:
+    world = running("a", "b")
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert not world.generation.spec.memory
+
+
+def test_steps_that_memory_kept_are_not_lost() -> None:
+    world = running("a", "b", checkpoint=MEMORY)
+    assert not world.generation.spec.memory, "the first generation goes on from what its start says"
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 6)
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert world.generation.spec.memory
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step == start, "what is restored when memory has nothing"
+    lost = world.job.effort.lost_steps
+    world.step(start + 5)
+    assert world.job.effort.lost_steps == lost - 4
+    assert world.job.incidents[-1].restored_step == start + 4
+    assert not world.job.outcome, "a first step beyond the checkpoint is no sign of a state that was not taken up"
+
+
+def test_what_storage_gave_back_is_still_lost_work() -> None:
+    world = running("a", "b", checkpoint=MEMORY)
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 6)
+    world.exit(0, signal=9)
+    world.wait(1)
+    lost = world.job.effort.lost_steps
+    world.step(start + 1)
+    assert world.job.effort.lost_steps == lost
+
+
+def test_where_an_older_state_is_wanted_memory_is_left_alone() -> None:
+    """The newest checkpoint is damaged: what came after it must not come back either."""
+    world = running("a", "b", checkpoint=MEMORY)
+    newest = world.job.frontier
+    world.commit(newest, damaged="block 3 is not what was committed")
+    world.steps(newest + 1, newest + 2)
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step < newest
+    assert not world.generation.spec.memory
