@@ -1,8 +1,10 @@
-"""A non-blocking stream socket that carries lines, for the shim's single-threaded loop."""
+"""What the shim's single-threaded loop waits on: a non-blocking stream socket that carries lines, and signals."""
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import socket
 import time
 
@@ -86,3 +88,23 @@ class LineConnection:
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0)
         self._selector.modify(self._socket, wanted, self)
+
+
+def wake_by_signals(selector: selectors.BaseSelector) -> None:
+    """Make signals, SIGCHLD too, end a wait of this selector; its entry's data is what to call."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, _no_action)
+    selector.register(reader, selectors.EVENT_READ, lambda: _drain(reader))
+
+
+def _no_action(_number: int, _frame: object) -> None:
+    """SIGCHLD only has to wake the selector."""
+
+
+def _drain(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except BlockingIOError:
+        return

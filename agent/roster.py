@@ -28,6 +28,15 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def is_all_dead(pid: int) -> bool:
+    """Whether every thread of a process has ended, though nobody has taken its status: one that is stuck in the kernel holds devices."""
+    try:
+        threads = [entry.name for entry in Path(f"/proc/{pid}/task").iterdir()]
+        return all(stat_fields(int(thread))[0] in "ZX" for thread in threads)
+    except OSError:
+        return False
+
+
 def cpu_seconds(pid: int) -> float | None:
     """User and system time that all threads of a process have used, in seconds; None when there is no such process."""
     try:
@@ -160,6 +169,12 @@ class Roster:
         for group in sorted({self._groups[pid] for pid in alive}):
             signal_group(group, number)
         return alive
+
+    def torn_down(self) -> list[int]:
+        """Pids of workers that were signalled and whose end is not known."""
+        return [
+            worker.pid for state in self._generations.values() for worker in state.workers if worker.torn_down and worker.status is None
+        ]
 
     def forget(self, job: str, generation: int) -> None:
         """Drop ended generations of the job up to this one."""

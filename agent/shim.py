@@ -23,9 +23,12 @@ from typing import Any
 import msgspec
 
 from regrow.agent import child, preload, protocol, starting
-from regrow.agent.lines import LineConnection
-from regrow.agent.roster import Roster, children_of, signal_group, start_time
+from regrow.agent.lines import LineConnection, wake_by_signals
+from regrow.agent.roster import Roster, children_of, is_all_dead, signal_group, start_time
 from regrow.processes import lifeline_fd, signal_at_lifeline_end, wake_at_lifeline_end
+
+_HELD_SECONDS = 0.5
+"""Between two looks at workers that were killed and whose end nobody told."""
 
 
 class Shim:
@@ -65,21 +68,19 @@ class Shim:
         """Run until told to exit, orphaned or cut off. Raises `child.Forked` in every child."""
         child.adopt_orphans()
         lifeline = lifeline_fd()
-        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _no_action)
+        wake_by_signals(self._selector)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         for number in (signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) is signal.SIG_IGN:  # from nohup: a cold start would hand it on to the worker
                 signal.signal(number, signal.SIG_DFL)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(wake_read, selectors.EVENT_READ, lambda: _drain(wake_read))
         if lifeline is not None:
             self._selector.register(lifeline, selectors.EVENT_READ, self._cut)
         self._alone_since = time.monotonic()
         while not self._leaving:
             self._reap()
+            self._bury_held()
             self._keep_spare()
             for key, mask in self._selector.select(self._wait_seconds()):
                 if isinstance(key.data, LineConnection):
@@ -247,6 +248,16 @@ class Shim:
                 self._spare_after = time.monotonic() + 1.0
             self._tell(protocol.StoreChanged(store=store, ended=True))
 
+    def _bury_held(self) -> None:
+        """Of a worker that we killed and that a debugger is attached to, the kernel tells its end to the debugger first, and to us when
+        that has looked or gone. It is dead all the same: this host is not broken."""
+        for pid in self._roster.torn_down():
+            if is_all_dead(pid) and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                if self._roster.is_last(pid):
+                    signal_group(self._roster.group_of(pid), signal.SIGKILL)
+                state, worker = self._roster.ended(pid, signal.SIGKILL)
+                self._tell(protocol.WorkerEnded(job=state.job, generation=state.generation, worker=worker))
+
     def _sweep_strays(self) -> None:
         """With no worker alive, kill what workers left behind outside their group; as their subreaper we inherit it."""
         if self._roster.alive():
@@ -300,6 +311,8 @@ class Shim:
             waits.append(self._alone_since + self._orphan_seconds - now)
         if self._with_store and self._roster.spare is None and not self._starter.opening:
             waits.append(self._spare_after - now)
+        if self._roster.torn_down():
+            waits.append(_HELD_SECONDS)
         return max(0.0, min(waits)) if waits else None
 
     def _check_orphaned(self) -> None:
@@ -325,18 +338,6 @@ class Shim:
             time.sleep(0.005)
         for client in list(self._clients):
             client.flush_and_close()
-
-
-def _no_action(_number: int, _frame: object) -> None:
-    """SIGCHLD only has to wake the selector."""
-
-
-def _drain(descriptor: int) -> None:
-    try:
-        while os.read(descriptor, 4096):
-            pass
-    except BlockingIOError:
-        return
 
 
 def _watch_lifeline_while_importing() -> Callable[[], None]:

@@ -236,6 +236,37 @@ async def test_a_stopped_worker_is_killed(harness: Make) -> None:
     assert (await h.next(protocol.WorkerEnded))[0].worker.status == signal.SIGKILL
 
 
+_HOLD = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.ptrace(16, int(sys.argv[1]), 0, 0):  # PTRACE_ATTACH
+    sys.exit(os.strerror(ctypes.get_errno()))
+os.waitpid(int(sys.argv[1]), 0x40000000)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_worker_that_a_debugger_holds_is_dead_when_it_was_killed(harness: Make) -> None:
+    """The kernel tells its end to the debugger first. Taken for a process that cannot be killed, it would cost the host."""
+    h = harness()
+    await h.up()
+    started = await h.start([h.worker([h.script(SLEEP)])])
+    await until(lambda: "up" in h.output())
+    pid = started.workers[0].pid
+    debugger = await asyncio.create_subprocess_exec(sys.executable, "-c", _HOLD, str(pid), stdout=subprocess.PIPE)
+    try:
+        assert debugger.stdout is not None
+        assert await debugger.stdout.readline() == b"held\n"
+        await h.launcher.stop("toy", 1)
+        assert (await h.next(protocol.WorkerEnded))[0].worker.status == signal.SIGKILL
+        assert process_state(pid) == "Z"
+    finally:
+        debugger.kill()
+        await debugger.communicate()
+    await until(lambda: process_state(pid) == "")
+
+
 async def test_a_new_agent_takes_over_shim_and_workers(harness: Make) -> None:
     first = harness()
     ready = await first.up()
