@@ -10,7 +10,7 @@ from regrow.demo.compare import compare, compare_state, state_tolerances
 from regrow.demo.lineage import read_final, read_lineage
 
 SMALL = ("--layers", "3", "--hidden", "48", "--heads", "6", "--seq", "48", "--seed", "3", "--samples", "96")
-STEPS = 6
+STEPS = 4
 MESHES = ("2x2x2", "3x2x1", "1x2x3")
 SOAK_STEPS = 30
 WRONG = {
