@@ -2,11 +2,13 @@
 
     .venv/bin/python benchmarks/digest.py --json            # about two minutes on one core
     .venv/bin/python benchmarks/digest.py --json --quick
+    .venv/bin/python benchmarks/digest.py --json --clean-only --checks 100000    # the bound on false accusations alone
 
 overhead_ratio: CPU time of digest and check at rest over CPU time of the rest of the step, with the budget of 0.5 % that
-`run.train_state(digest_budget=0.005)` keeps. whole_ratio: the same for everything at every step. gigabytes_per_second: one
+`run.train_state(digest_budget=0.005)` keeps (median; overhead_mean: parts are not equal; default_parts: steps until all was looked at). whole_ratio: the same for everything at every step. gigabytes_per_second: one
 core. delay_steps: from a flipped bit to its report, by kind of fault, over seeded places; null where digests of state
-cannot see it: a wrong gradient before the sum poisons all replicas alike. false_accusations of clean_checks, with the upper
+cannot see it: a wrong gradient before the sum poisons all replicas alike. curve: delay against overhead, by the number of steps in
+which everything is looked at once: overhead_ratio, and steps to the report of a bit flipped at rest (median, worst). false_accusations of clean_checks, with the upper
 end of the 95 % interval per million.
 """
 
@@ -32,6 +34,7 @@ from regrow.agent.worker.watch import StateWatch
 
 BUDGET = 0.005
 LIMITS = {"overhead_ratio": 0.005}
+PARTS = (1, 2, 4, 8, 16)
 KINDS = ("parameter at rest", "optimizer at rest", "optimizer in the update", "gradient before the sum", "GEMM output")
 
 
@@ -61,9 +64,11 @@ class Replica:
         return parameters[place % len(parameters)].data
 
 
-def cost(*, whole: bool, steps: int, batch: int) -> list[float]:
-    """Digest and check over the rest of the step, CPU time, a step each."""
-    replica = Replica(256, 4, every=int(whole), budget=0.0 if whole else BUDGET)
+def cost(*, parts: int = 0, steps: int, batch: int) -> tuple[list[float], int]:
+    """Digest and check over the rest of the step, CPU time, a step each, and in how many steps everything is looked at. Parts 0: as
+    the budget wants it."""
+    replica = Replica(256, 4, every=min(parts, 1), budget=0.0 if parts else BUDGET)
+    replica.watch.parts = max(1, parts)
     inputs = torch.randn(batch, 64, 256, generator=torch.Generator().manual_seed(1))
     ratios: list[float] = []
     for step in range(1, steps + 4):
@@ -75,10 +80,26 @@ def cost(*, whole: bool, steps: int, batch: int) -> list[float]:
         replica.watch.applied(step)
         replica.watch.before_update()
         digest_seconds = time.process_time() - begin
-        replica.watch.agreed_cost(int(replica.watch.cost_seconds() * 1e6), int(train_seconds * 1e6))
+        if not parts:
+            replica.watch.agreed_cost(int(replica.watch.cost_seconds() * 1e6), int(train_seconds * 1e6))
         if step > 3:  # the first steps allocate, and choose the number of parts
             ratios.append(digest_seconds / train_seconds)
-    return ratios
+    return ratios, replica.watch.parts
+
+
+def curve(steps: int, batch: int, seeds: int) -> dict[str, dict[str, float | None]]:
+    """Delay against overhead. Means of the overhead: parts are not quite equal."""
+    found: dict[str, dict[str, float | None]] = {}
+    for parts in PARTS:
+        delays = [delay("parameter at rest", seed, parts=parts, limit=2 * parts + 2) for seed in range(seeds)]
+        seen = [one for one in delays if one is not None]
+        ratios, _ = cost(parts=parts, steps=max(steps, parts), batch=batch)
+        found[str(parts)] = {
+            "overhead_ratio": statistics.fmean(ratios),
+            "delay_steps_median": statistics.median(seen) if len(seen) == len(delays) else None,
+            "delay_steps_worst": max(seen) if len(seen) == len(delays) else None,
+        }
+    return found
 
 
 def inject(kind: str, victim: Replica, seed: int) -> None:
@@ -161,24 +182,37 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
+def found(steps: int, batch: int, seeds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(figures, samples) of cost and delay."""
+    by_budget, parts = cost(steps=steps, batch=batch)
+    samples: dict[str, Any] = {
+        "overhead_ratio": by_budget,
+        "whole_ratio": cost(parts=1, steps=steps, batch=batch)[0],
+        "gigabytes_per_second": rate(steps),
+    }
+    figures: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
+    for label, parts in (("delay_steps", 1), ("delay_steps_in_8_parts", 8)):
+        delays = {kind: [delay(kind, seed, parts=parts, limit=12) for seed in range(seeds)] for kind in KINDS}
+        samples[label] = delays
+        figures[label] = {kind: None if None in values else max(values) for kind, values in delays.items()}  # type: ignore[type-var]
+    figures["overhead_mean"] = statistics.fmean(by_budget)
+    figures["default_parts"] = parts
+    figures["curve"] = curve(steps, batch, seeds)
+    return figures, samples
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--clean-only", action="store_true", help="count false accusations and nothing else")
+    parser.add_argument("--checks", type=int, default=0, help="clean checks; default: 5000, quick: 500")
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps, batch, seeds, checks = (10, 16, 3, 500) if options.quick else (40, 32, 10, 5000)
-    samples: dict[str, Any] = {
-        "overhead_ratio": cost(whole=False, steps=steps, batch=batch),
-        "whole_ratio": cost(whole=True, steps=steps, batch=batch),
-        "gigabytes_per_second": rate(steps),
-    }
-    figures: dict[str, Any] = {name: statistics.median(values) for name, values in samples.items()}
-    for label, parts in (("delay_steps", 1), ("delay_steps_in_8_parts", 8)):
-        found = {kind: [delay(kind, seed, parts=parts, limit=12) for seed in range(seeds)] for kind in KINDS}
-        samples[label] = found
-        figures[label] = {kind: None if None in values else max(values) for kind, values in found.items()}  # type: ignore[type-var]
+    checks = options.checks or checks
+    figures, samples = ({}, {}) if options.clean_only else found(steps, batch, seeds)
     wrong = clean(checks)
     figures |= {
         "clean_checks": checks,

@@ -1,12 +1,15 @@
 """Planner figures: how fast it plans for 16,384 GPUs, how far from the exhaustive best, and whether it ranks real meshes.
 
-    .venv/bin/python benchmarks/planner.py --json            # about six minutes on two quiet cores
+    .venv/bin/python benchmarks/planner.py --json            # about eight minutes on two quiet cores
     .venv/bin/python benchmarks/planner.py --json --quick    # fewer meshes and steps
+    .venv/bin/python benchmarks/planner.py --round > 1.json  # one round of step times; later, from two of them or more:
+    .venv/bin/python benchmarks/planner.py --ranking-only --json --times 1.json --times 2.json
 
 plan_seconds, table_seconds: CPU time of one plan and of the table for every number of survivors, Llama 3 405B on 2,048
 nodes. regret: worst step time over the brute-force best on small problems, minus 1. rank_correlation: Spearman's, step
 times of a small GPT on this machine's cores (gloo) against what the model predicts for a mesh after calibration on *all
-other* meshes. A CPU proves the ranking only, never GPU times.
+other* meshes. repeat_correlation: the same of one measured round against another, which bounds what any model can reach;
+fitted_correlation: with constants from all meshes. A CPU proves the ranking only, never GPU times.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import platform
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from jobs.ranks import device_mesh, preload, run
 
 from regrow.ids import MeshShape
-from regrow.parallel import batch, calibrate, inventory, planner, search, shape
+from regrow.parallel import batch, calibrate, inventory, pipeline, planner, search, shape
 from regrow.parallel.mesh import layers_per_stage
 from regrow.parallel.planner import Plan, Request
 
@@ -126,10 +130,14 @@ def measure(mesh: MeshShape, micro: int, steps: int) -> list[dict[str, float]]:
     return made
 
 
-def machine_request(mesh: MeshShape, micro: int, *, shared: bool) -> Request:
-    """One core a rank. Where ranks share cores another one works while one waits: no bubble, as if the schedule had none."""
+def schedule(mesh: MeshShape, micro: int) -> str:
+    """What the runtime runs: with fewer micro-batches than stages 1F1B is GPipe."""
+    return "gpipe" if GLOBAL_BATCH // (micro * mesh.dp) < mesh.pp else "1f1b"
+
+
+def machine_request(mesh: MeshShape, micro: int) -> Request:
+    """One core a rank."""
     there = inventory.uniform(1, mesh.world_size, device="cpu", gpu_memory_gb=16)
-    without_bubble = "zbv" if 2 * mesh.pp <= SIZES["layers"] else "zb-h1"  # two chunks a stage need the layers for it
     return Request(
         model=shape.make(**SIZES, ffn=4 * SIZES["hidden"], vocab=256),
         inventory=there,
@@ -137,43 +145,81 @@ def machine_request(mesh: MeshShape, micro: int, *, shared: bool) -> Request:
         micro_batch=(micro,),
         context_bytes=0.0,
         zero=0,
-        schedule="gpipe" if GLOBAL_BATCH // (micro * mesh.dp) < mesh.pp else without_bubble if shared else "1f1b",
+        schedule=schedule(mesh, micro),
     )
 
 
-def crowding(mesh: MeshShape, micro: int, cores: int) -> float:
-    """How much longer a step takes where ranks share cores than with a core each: all work over the cores, against the fullest
-    rank's. The model knows ranks with a core each; short replicas and stages leave their time to the others here."""
+def crowding(mesh: MeshShape, micro: int, cores: int, *, waits: bool) -> float:
+    """How much longer a step takes where ranks share cores than with a core each: the mean number of ranks that work at a time,
+    over the cores. The model knows ranks with a core each; short replicas, short stages and the bubble leave their time to
+    the others here.
+
+    Args:
+        waits: what is measured counts waiting, too (a clock on the wall); CPU time has no bubble.
+    """
     counts = batch.split(GLOBAL_BATCH, micro, mesh.dp)
     layers = layers_per_stage(SIZES["layers"], mesh.pp)
-    mean = sum(counts) / len(counts) / counts[0] * sum(layers) / len(layers) / max(layers)
-    return max(1.0, mesh.world_size * mean / cores)
+    stretch = 1.0 + pipeline.bubble_ratio(schedule(mesh, micro), mesh.pp, counts[0], 1)
+    mean = sum(counts) / len(counts) / counts[0] * sum(layers) / len(layers) / max(layers) / stretch
+    return max(1.0 if waits else 1.0 / stretch, mesh.world_size * mean / cores)
 
 
-def ranking(names: tuple[str, ...], steps: int, rounds: int) -> dict[str, Any]:
-    """Measured and predicted step times: each plan is predicted with constants from all the others."""
-    preload()
-    plans = [(MeshShape.parse(name.split()[0]), int(name.split()[1])) for name in names]
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """Step times of each plan, measured one plan after another."""
+
+    clock: str
+    load: float
+    seconds: dict[str, list[float]]
+
+
+def measure_round(names: tuple[str, ...], steps: int) -> Round:
+    """Train on each plan once. On a machine that is busy with other things wall time measures those; the ranks' own CPU
+    time does not."""
+    load = os.getloadavg()[0]
+    clock = "wall" if load < 0.75 * len(os.sched_getaffinity(0)) else "cpu"
+    seconds: dict[str, list[float]] = {}
+    for name in names:
+        mesh, micro = parse(name)
+        seconds[name] = [step[clock] for step in measure(mesh, micro, steps)[2:]]
+        print(f"{name} {clock} {min(seconds[name]):.3f} s", file=sys.stderr, flush=True)
+    return Round(clock=clock, load=load, seconds=seconds)
+
+
+def parse(name: str) -> tuple[MeshShape, int]:
+    """Mesh and micro-batch of a plan's name."""
+    mesh, micro = name.split()
+    return MeshShape.parse(mesh), int(micro)
+
+
+def ranking(rounds: list[Round]) -> tuple[dict[str, float], dict[str, Any]]:
+    """(figures, samples): measured and predicted step times, each plan predicted with constants from all the others."""
+    names = [name for name in rounds[0].seconds if all(name in each.seconds for each in rounds)]
+    plans = [parse(name) for name in names]
     cores = len(os.sched_getaffinity(0))
-    # On a machine that is busy with other things wall time measures those; the ranks' own CPU time does not.
-    clock = "wall" if os.getloadavg()[0] < 0.75 * cores else "cpu"
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, (mesh, micro) in zip(names, plans, strict=True):
-            times[name].extend(step[clock] for step in measure(mesh, micro, steps)[2:])
-    measured = [min(times[name]) for name in names]  # what the machine can do; the rest is other programs
-    crowd = [crowding(mesh, micro, cores) for mesh, micro in plans]
+    clock = "cpu" if any(each.clock == "cpu" for each in rounds) else "wall"
+    by_round = [[min(each.seconds[name]) for name in names] for each in rounds]
+    measured = [min(values) for values in zip(*by_round, strict=True)]  # what the machine can do; the rest is other programs
+    crowd = [crowding(mesh, micro, cores, waits=clock == "wall") for mesh, micro in plans]
     samples = [
         calibrate.Sample(mesh=mesh, step_seconds=seconds / many, micro_batch=micro)
         for (mesh, micro), seconds, many in zip(plans, measured, crowd, strict=True)
     ]
-    requests = [machine_request(mesh, micro, shared=clock == "cpu" or mesh.world_size > cores) for mesh, micro in plans]
+    requests = [machine_request(mesh, micro) for mesh, micro in plans]
     predicted: list[float] = []
     for index in range(len(plans)):
         others = [at for at in range(len(plans)) if at != index]
         found = calibrate.calibrate_all([(requests[at], samples[at]) for at in others])
         predicted.append(calibrate.predict(requests[index], [samples[index]], found.constants)[0] * crowd[index])
-    return {"clock": clock, "plans": list(names), "measured": measured, "predicted": predicted}
+    whole = calibrate.calibrate_all(list(zip(requests, samples, strict=True)))
+    fitted = [seconds * many for seconds, many in zip(whole.predicted, crowd, strict=True)]
+    figures = {
+        "rank_correlation": calibrate.rank_correlation(predicted, measured),
+        "fitted_correlation": calibrate.rank_correlation(fitted, measured),
+    }
+    if len(by_round) > 1:
+        pairs = [calibrate.rank_correlation(one, other) for one, other in itertools.combinations(by_round, 2)]
+        figures["repeat_correlation"] = statistics.median(pairs)
+    return figures, {"clock": clock, "plans": names, "measured": measured, "predicted": predicted, "rounds": by_round}
 
 
 def main() -> None:
@@ -182,16 +228,24 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--ranking-only", action="store_true", help="step times alone, on a quiet machine")
+    parser.add_argument("--round", action="store_true", help="measure one round of step times, print it and end")
+    parser.add_argument("--times", action="append", default=[], help="rank rounds that --round printed; measure no steps")
     options = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # before numpy and torch are imported: a fork needs a single thread
+    names, steps = (QUICK_PLANS if options.quick else PLANS), 6
+    if not options.times:
+        preload()
+    if options.round:
+        print(msgspec.json.encode(measure_round(names, steps)).decode())
+        return
     planned = planning(3 if options.quick else 7) if not options.ranking_only else {}
     regrets = regret() if not options.ranking_only else []
-    ranked = ranking(QUICK_PLANS, 6, 1) if options.quick else ranking(PLANS, 6, 2)
+    rounds = [msgspec.json.decode(Path(each).read_bytes(), type=Round) for each in options.times]
+    rounds = rounds or [measure_round(names, steps) for _ in range(1 if options.quick else 2)]
+    ranked_figures, ranked = ranking(rounds)
     figures = {name: statistics.median(values) for name, values in planned.items()} | {"regret": max(regrets)} if planned else {}
-    figures |= {
-        "rank_correlation": calibrate.rank_correlation(ranked["predicted"], ranked["measured"]),
-    }
+    figures |= ranked_figures
     machine = {
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
@@ -202,7 +256,7 @@ def main() -> None:
         print(json.dumps({"figures": figures, "limits": LIMITS, "samples": planned | {"regret": regrets} | ranked, "machine": machine}))
         return
     for name, value in figures.items():
-        print(f"{name:<18} {value:.4g}   limit {LIMITS[name]:g}")
+        print(f"{name:<18} {value:.4g}" + (f"   limit {LIMITS[name]:g}" if name in LIMITS else ""))
     print(f"  step times by {ranked['clock']} clock")
     for name, seconds, guess in zip(ranked["plans"], ranked["measured"], ranked["predicted"], strict=True):
         print(f"  {name}: measured {seconds:.3f} s, predicted {guess:.3f} s")
