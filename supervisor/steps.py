@@ -128,7 +128,7 @@ class Steps:
         if report.step_seconds > 0:
             step.seconds.append(report.step_seconds)
         if report.digest:
-            step.digests[report.rank] = report.digest
+            step.digests[report.rank] = report.copy_digest or report.digest
         if report.nonfinite:
             step.nonfinite[report.rank] = report.nonfinite
             if report.nonfinite_again:

@@ -211,6 +211,7 @@ class StepLoop:
                 compute_seconds=compute if compute is not None else time.process_time() - self._began_cpu,
                 tokens=measures.tokens,
                 digest=digest,
+                copy_digest=self.watch.take_copies(),
                 at_rest_mismatch=mismatch,
                 nonfinite=nonfinite,
                 nonfinite_again=self._nonfinite_again if nonfinite else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, local_part
 from regrow.ckpt.finite import unpublished
+from regrow.wire import AT_REST
 
 WHOLE = (0, 1)
+Named = list[tuple[str, torch.Tensor]]
 MAX_PARTS = 1000
 _HEADROOM = 0.8
 """Parts are cut by tensors, so they are not quite equal."""
@@ -40,7 +42,12 @@ def named_parameters(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 def named_optimizer_state(modules: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the optimizers' state, as ``<parameter>.<key>``; of state that is not kept by parameter there are none."""
-    for name, parameter in named_parameters(modules):
+    return state_of(named_parameters(modules), optimizers)
+
+
+def state_of(parameters: Iterable[tuple[str, torch.Tensor]], optimizers: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same for parameters that were found already."""
+    for name, parameter in parameters:
         for optimizer in optimizers:
             entries = optimizer.state.get(parameter) if hasattr(optimizer, "state") else None
             for key, value in (entries or {}).items():
@@ -56,6 +63,21 @@ def is_replicated(tensor: torch.Tensor) -> bool:
     # Not by isinstance(.., Shard): the placement that FSDP2 gives to tensor-parallel parameters, _StridedShard, is no Shard in torch 2.13.
     cut = [name for name, placement in zip(names, tensor.placements, strict=False) if not placement.is_replicate()]
     return len(names) == len(tensor.placements) and all(name in REPLICA_AXES for name in cut)
+
+
+def num_shards(tensor: torch.Tensor) -> int:
+    """Over how many replicas a tensor is cut whose shards are held in copies (HSDP: replicated over an outer axis of the data axis,
+    sharded over an inner one); 0 where it is not."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    names, sizes = tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.shape
+    data = [
+        (size, placement.is_replicate())
+        for name, size, placement in zip(names, sizes, tensor.placements, strict=False)
+        if name not in REPLICA_AXES
+    ]
+    held = len(data) == 2 and len(names) == len(tensor.placements) and data[0][0] > 1 and data[0][1] and not data[1][1]
+    return data[1][0] if held else 0
 
 
 class StateWatch:
@@ -83,7 +105,9 @@ class StateWatch:
         self._every = every or int(budget > 0.0)
         self._budget = budget
         self._rest: tuple[Digests, Digests] | None = None
-        self._resting_part = WHOLE
+        self._looked: tuple[Named, Named] = ([], [])
+        self._apart = 0
+        self._copies = ""
         self._mismatch = ""
         self._cost = 0.0
         self.parts = 1
@@ -129,20 +153,29 @@ class StateWatch:
         replicated, sharded = self._rest
         self._rest = None
         self.num_checks += 1
-        now = self._take(self._resting_part)
+        now = self._digests()  # of the tensors that were looked at: at rest, nobody puts others in their place
         self._mismatch = self._mismatch or replicated.first_difference(now[0]) or sharded.first_difference(now[1])
 
     def applied(self, step: int, *, whole: bool = False) -> str:
-        """The update of `step` is applied: its digest as hex, empty when none is due or nothing is replicated."""
+        """The update of `step` is applied: its digest as hex, AT_REST when nothing is replicated, empty when none is due."""
         self._rest = None
         self._faults.updated(step)
         if not self._every or (step % self._every and not whole):
             return ""
-        self._resting_part = WHOLE if whole or self.parts == 1 else (step // self._every % self.parts, self.parts)
+        part = WHOLE if whole or self.parts == 1 else (step // self._every % self.parts, self.parts)
         begin = time.process_time()
-        self._rest = self._take(self._resting_part)
-        self._cost = 2 * (time.process_time() - begin) * self._resting_part[1]
-        return self._rest[0].text if self._rest[0].names else ""
+        self._look(part)
+        self._rest = self._digests()
+        self._cost = 2 * (time.process_time() - begin) * part[1]
+        if self._apart:
+            self._copies = f"{self._apart}/{self._rest[0].text}"
+            return AT_REST
+        return self._rest[0].text if self._rest[0].names else AT_REST if self._rest[1].names else ""
+
+    def take_copies(self) -> str:
+        """Beside AT_REST, under HSDP: "<k>/<hex>" of what every k-th replica holds, too. Once a step."""
+        found, self._copies = self._copies, ""
+        return found
 
     def resting(self, step: int) -> None:
         """From here to the next update nothing may change."""
@@ -162,13 +195,33 @@ class StateWatch:
         found, self._mismatch = self._mismatch, ""
         return found
 
-    def _take(self, part: tuple[int, int]) -> tuple[Digests, Digests]:
-        """Digests of what is replicated over the data axis, and of what is sharded over it."""
-        replicated: list[tuple[str, torch.Tensor]] = []
-        sharded: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in part_of(list(self._tensors()), *part):
-            (replicated if is_replicated(tensor) else sharded).append((name, tensor))
-        return self._digester.digest(replicated), self._digester.digest(sharded)
+    def _look(self, part: tuple[int, int]) -> None:
+        """Find what is compared with other replicas, and what only with itself. The state of a sharded parameter is sharded, also
+        what is not cut of it (the count of steps): that replicas agree on a counter would not mean that they agree."""
+        parameters = list(named_parameters(self._modules))
+        cut = {f"optimizer.{name}": num_shards(parameter) for name, parameter in parameters if not is_replicated(parameter)}
+        tensors = [(f"model.{name}", parameter) for name, parameter in parameters]
+        tensors += [(f"optimizer.{name}", tensor) for name, tensor in state_of(parameters, self._optimizers)]
+        replicated: Named = []
+        copied: Named = []
+        sharded: Named = []
+        apart = 0
+        for name, tensor in part_of(tensors, *part):
+            owner = name.rpartition(".")[0]
+            shards = num_shards(tensor) or cut.get(owner, 0)
+            if is_replicated(tensor) and owner not in cut:
+                replicated.append((name, tensor))
+            elif shards and apart in (0, shards):
+                apart = shards
+                copied.append((name, tensor))
+            else:
+                sharded.append((name, tensor))
+        self._apart = apart if not replicated else 0
+        self._looked = (copied, sharded) if self._apart else (replicated, sharded + copied)
+
+    def _digests(self) -> tuple[Digests, Digests]:
+        shared, alone = self._looked
+        return self._digester.digest(shared), self._digester.digest(alone)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named_parameters(self._modules):

@@ -257,6 +257,10 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Repeated on another device too."""
 
 
+AT_REST = "rest"
+"""In place of a digest that there is nobody to compare with."""
+
+
 class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     """A rank applied a step. Loss fields only from ranks that know it."""
 
@@ -273,7 +277,10 @@ class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     """Own compute time before synchronisation."""
     tokens: int = 0
     digest: str = ""
-    """64-bit digest of parameters and optimizer state after this step, hex; empty: not taken at this step."""
+    """64-bit digest of parameters and optimizer state after this step, hex; empty: not taken at this step; AT_REST: nothing that this
+    rank holds is replicated, it is only compared with itself before the next update."""
+    copy_digest: str = ""
+    """"<k>/<hex>" where shards are held in copies: replicas whose numbers are equal modulo k hold the same bytes (HSDP)."""
     at_rest_mismatch: str = ""
     """Name of the first tensor whose bytes changed between two steps, when that was seen."""
     nonfinite: str = ""

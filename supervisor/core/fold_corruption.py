@@ -10,6 +10,7 @@ from regrow.supervisor.core.view import Divergence, GenerationView, JobView, Non
 
 _change = msgspec.structs.replace
 _AGREED_HISTORY = 256
+_RESTED_HISTORY = 64
 _ONCE_LIMIT = 2
 """Checks in which a rank was wrong once, each time right when repeated: so many are no accident."""
 
@@ -34,6 +35,8 @@ def _digests(job: JobView, current: GenerationView, event: e.DigestsReported) ->
     job = _change(job, digest_checks=checks)
     if result.verdict == "agree":
         return _change(job, agreed_steps=frozenset(sorted({*job.agreed_steps, event.step})[-_AGREED_HISTORY:]))
+    if result.rested:
+        return _change(job, generation=_change(current, rested=(*current.rested, event.step)[-_RESTED_HISTORY:]))
     if result.verdict == "skipped" or current.divergence is not None:
         return job
     rank = result.suspects[0] if result.suspects else -1

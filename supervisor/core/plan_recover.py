@@ -313,6 +313,8 @@ def _damaged(job: JobView, generation: GenerationView, main: Symptom) -> dict[in
         }
     if main.kind == "sdc" and generation.divergence is not None:
         agreed = max((step for step in job.agreed_steps if step < generation.divergence.step), default=0)
+        rested = [step for step in generation.rested if step < generation.divergence.step]
+        agreed = max([agreed, *rested[:-1]])  # the report of a step says that the memory of the one before it was at rest
         since = agreed if generation.divergence.clean_step is None else generation.divergence.clean_step
         start = generation.spec.restore.step if generation.spec.restore else 0
         since = max(since, start)

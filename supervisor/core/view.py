@@ -162,6 +162,8 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     non_finite: NonFinite | None = None
     replay_clean_step: int = -1
     """Newest step of which a repeated micro-step agreed on all ranks."""
+    rested: tuple[int, ...] = ()
+    """The last steps after which every rank took a digest of its own memory, with no other rank to compare it with."""
     wrong_once: dict[int, int] = {}
     """{rank: checks in which it was wrong in one run and right in the others}."""
     wrong_step: str = ""

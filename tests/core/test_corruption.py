@@ -51,6 +51,24 @@ def test_replicas_that_agree_do_not_verify_against_a_wrong_gradient() -> None:
     assert world.generation.spec.restore is None or world.generation.spec.restore.step < 4
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_without_a_replica_memory_at_rest_says_which_checkpoints_are_sound(told: bool) -> None:
+    """Parameters sharded over the replicas: nobody agrees with anybody. What a later look at the same memory found unchanged is gone on
+    with; where no rank looked, all of this generation is in doubt."""
+    world = running("a", "b", "c", "d", steps=0, commit=None)
+    for step in range(1, 7):
+        world.step(step)
+        digests = dict.fromkeys(range(8), wire.AT_REST) if told else {}
+        world.tell(e.DigestsReported(at=world.now, job="j", generation=1, step=step, digests=digests))
+        if step in (3, 6):
+            world.commit(step)
+    assert not world.job.agreed_steps, "a counter of steps that is equal everywhere is no agreement"
+    world.tell(e.AtRestMismatch(at=world.now, job="j", generation=1, step=7, rank=5, tensor="model.x"))
+    world.wait(1)
+    restore = world.generation.spec.restore
+    assert (restore.step if restore else 0) == (3 if told else 0), "step 6 was saved and not looked at again"
+
+
 def test_one_wrong_result_that_was_replaced_is_remembered_the_second_accuses() -> None:
     world = running("a", "b", "c", "d")
     world.steps(1, 4)

@@ -32,12 +32,23 @@ from regrow.supervisor.core.symptoms import find
         (MeshShape(dp=3, tp=2), {0: "a", 1: "x", 2: "a", 3: "x", 4: "a", 5: "x"}, "agree", ()),
         (MeshShape(dp=3, tp=2), {0: "a", 1: "x", 2: "a", 3: "y", 4: "a", 5: "x"}, "diverged", (3,)),
         (MeshShape(dp=3, pp=2), {0: "a", 1: "x", 2: "b", 3: "x", 4: "a", 5: "x"}, "diverged", (2,)),
+        (MeshShape(dp=4), {0: "2/a", 1: "2/b", 2: "2/a", 3: "2/b"}, "agree", ()),
+        (MeshShape(dp=4), {0: "2/a", 1: "2/b", 2: "2/a", 3: "2/c"}, "diverged", ()),
+        (MeshShape(dp=6), {0: "2/a", 1: "2/b", 2: "2/a", 3: "2/c", 4: "2/a", 5: "2/b"}, "diverged", (3,)),
+        (MeshShape(dp=3), dict.fromkeys(range(3), wire.AT_REST), "skipped", ()),
+        (MeshShape(dp=3, pp=2), {0: "a", 1: "rest", 2: "b", 3: "rest", 4: "a", 5: "rest"}, "diverged", (2,)),
+        (MeshShape(dp=2, pp=2), {0: "a", 1: "rest", 2: "a", 3: "rest"}, "agree", ()),
     ],
 )
 def test_vote(mesh: MeshShape, digests: dict[int, str], verdict: str, suspects: tuple[int, ...]) -> None:
     result = sdc.vote(mesh, digests)
     assert (result.verdict, result.suspects) == (verdict, suspects)
     assert result.reason
+
+
+def test_one_replica_that_looked_at_its_own_memory_is_told_from_one_that_did_not() -> None:
+    mesh = MeshShape(tp=2)
+    assert [sdc.vote(mesh, digests).rested for digests in ({0: "a", 1: "b"}, {0: "a"}, {0: "a", 1: ""})] == [True, False, False]
 
 
 # --- ladder

@@ -98,7 +98,8 @@ class Generation:
 
     def vote(self, step: int) -> str:
         """What the supervisor makes of the digests of all ranks."""
-        texts = self.exchange(self.watch.applied(step).encode())
+        text = self.watch.applied(step)
+        texts = self.exchange((self.watch.take_copies() or text).encode())
         verdict = sdc.vote(self.shape, {rank: text.decode() for rank, text in enumerate(texts)}).verdict
         self.result["votes"].append(verdict)
         return verdict
