@@ -132,7 +132,7 @@ def test_a_slow_rank_of_the_example_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plan", ["first", "second"])
+@pytest.mark.parametrize("plan", ["first", "second", "third"])
 def test_plans_of_an_outsider(plan: str, tmp_path: Path) -> None:
     """Cases E01, E03, J01, J03, K01, K03 and K07 as somebody would play them who knows the cases and not the detectors; docs/chaos.md has the
     score of what was run."""

@@ -68,6 +68,9 @@ COMPUTE: dict[str, Callable[[], object]] = {
     "spin": busy,
     "close": lambda: os.closerange(3, 256),
     "nap": lambda: time.sleep(1.5),
+    "extra": lambda: dist.all_reduce(torch.ones(1)),
+    "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "flood": lambda: print("RuntimeError: CUDA error: uncorrectable ECC error encountered\n" * 20_000, flush=True),
 }
 """What goes wrong inside a step."""
 
@@ -123,7 +126,8 @@ def main() -> None:
             *parts, loss = flat.split([*(g.numel() for g in gradients), 1])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-        optimizer.step()
+        if word != "stale":
+            optimizer.step()
         optimizer.zero_grad()
         hurt_result(word, model, optimizer)
         if word == "lock":  # a data loader's lock in an evaluation, with a busy core beside it
