@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import is_
+
 import msgspec
 
 from regrow import wire
 from regrow.supervisor.core import quarantine
-from regrow.supervisor.core.memo import Memo
+from regrow.supervisor.core.memo import Changes, Memo
 from regrow.supervisor.core.records import QuarantineRecord
 from regrow.supervisor.core.view import JobView, NodeView, View
 
@@ -43,54 +45,102 @@ def why_not(view: View, node: NodeView, job: JobView) -> str:
     return ""
 
 
-_blocked: Memo[dict[str, str]] = Memo()
+class _Answer(msgspec.Struct, frozen=True):
+    """Why each blocked node is blocked, and what the choice of members goes by."""
+
+    why: dict[str, str]
+    ground: object
+    """The same object while nothing changed that the choice of members looks at: who is blocked, slots, TCPStores."""
+    seats: dict[str, Seat]
+    """Of every node, blocked or not."""
+
+
+_blocked: Memo[_Answer] = Memo()
 _eligible: Memo[tuple[Seat, ...]] = Memo()
 
 
 def blocked(view: View, job: JobView) -> dict[str, str]:
     """{node: why not} of the nodes that cannot be in a generation of this job. Do not change it: it is remembered."""
+    return _answer(view, job).why
+
+
+def _answer(view: View, job: JobView) -> _Answer:
     parts = (view.nodes, view.quarantine, view.cordoned, view.drains, job.spec)
-    return _blocked.get(parts, None, lambda: _find_blocked(view, job))
+    return _blocked.get(parts, None, lambda: _scan.answer(view, job))
 
 
 class _Scan:
     """The last scan over all nodes: of thousands few change from one to the next."""
 
     def __init__(self) -> None:
-        self.rules: tuple[object, ...] = ()
-        self.nodes: dict[str, NodeView] = {}
-        self.found: dict[str, str] = {}
-        self.out: dict[str, QuarantineRecord] = {}
+        self._rules: tuple[object, ...] = ()
+        self._nodes: Changes[NodeView] = Changes()
+        self._places: dict[str, int] = {}
+        self._owners: dict[str, set[int]] | None = None
+        """{key of hardware: places of nodes that have or had it}; None until hardware moves in its trust."""
+        self._out: dict[str, QuarantineRecord] = {}
+        self._last = _Answer(why={}, ground=object(), seats={})
 
-    def changed(self, view: View, rules: tuple[object, ...]) -> list[NodeView] | None:
-        """Nodes that differ from the last scan, or whose hardware does in its trust; None: everything has to be looked at again.
+    def answer(self, view: View, job: JobView) -> _Answer:
+        """Ask the nodes that differ from the last scan, or whose hardware does in its trust.
 
-        A node that appears, goes or has other hardware may change whose chassis serial is unique, and with it others' answers.
+        Everything is looked at again when a node appears, goes or has other hardware: that may change whose chassis serial is
+        unique, and with it others' answers.
         """
-        if len(rules) != len(self.rules) or any(one is not other for one, other in zip(rules, self.rules, strict=True)):
-            return None
-        before = self.nodes
-        if len(before) != len(view.nodes):
-            return None
-        found: list[NodeView] = []
-        moved = self._moved(view)
-        for name, node in view.nodes.items():
-            known = before.get(name)
-            if known is node:
-                if moved and not moved.isdisjoint(quarantine.names(node)):
-                    found.append(node)
-                continue
-            if known is None or known.hardware_id != node.hardware_id:
-                return None
-            found.append(node)
-        return found
+        rules = (view.cordoned, view.drains, job.spec)
+        before = self._nodes.values
+        changed = self._nodes.look(view.nodes)
+        values = self._nodes.values
+        out, moved = out_records(view), self._moved(view)
+        same_rules = len(rules) == len(self._rules) and all(map(is_, rules, self._rules))
+        self._rules, self._out = rules, out
+        if changed is None or not same_rules or any(values[place].hardware_id != before[place].hardware_id for place in changed):
+            return self._whole(view, job)
+        ground, seats = self._last.ground, self._last.seats
+        for place in changed:
+            if self._owners is not None:
+                _own(self._owners, place, values[place])
+            if values[place].slots != before[place].slots:
+                seats = seats | {values[place].name: _seat(values[place], job)}
+            if values[place].slots != before[place].slots or bool(values[place].spare_store) != bool(before[place].spare_store):
+                ground = object()
+        asked = {*changed, *(self._holders(moved) if moved else ())}
+        why = self._last.why
+        again = {(node := values[place]).name: why_not(view, node, job) for place in sorted(asked)}
+        if any(why.get(name, "") != text for name, text in again.items()):
+            ground = ground if all((name in why) == bool(text) for name, text in again.items()) else object()
+            merged = why | again
+            why = {name: text for name in sorted(merged, key=self._places.__getitem__) if (text := merged[name])}
+        self._last = _Answer(why=why, ground=ground, seats=seats)
+        return self._last
+
+    def _whole(self, view: View, job: JobView) -> _Answer:
+        self._owners, self._places = None, {name: place for place, name in enumerate(view.nodes)}
+        why = {name: text for name, node in view.nodes.items() if (text := why_not(view, node, job))}
+        seats = {name: _seat(node, job) for name, node in view.nodes.items()}
+        self._last = _Answer(why=why, ground=object(), seats=seats)
+        return self._last
+
+    def _holders(self, keys: frozenset[str]) -> set[int]:
+        """Places of the nodes with this hardware."""
+        owners = self._owners
+        if owners is None:
+            owners = self._owners = {}
+            for place, node in enumerate(self._nodes.values):
+                _own(owners, place, node)
+        return {place for key in keys for place in owners.get(key, ())}
 
     def _moved(self, view: View) -> frozenset[str]:
         """Keys of hardware that is kept out now and was not, or the other way round, or for another reason."""
         now = out_records(view)
-        if now is self.out:
+        if now is self._out:
             return frozenset()
-        return frozenset(key for key in now.keys() | self.out.keys() if now.get(key) is not self.out.get(key))
+        return frozenset(key for key in now.keys() | self._out.keys() if now.get(key) is not self._out.get(key))
+
+
+def _own(owners: dict[str, set[int]], place: int, node: NodeView) -> None:
+    for key in quarantine.names(node):
+        owners.setdefault(key, set()).add(place)
 
 
 _scan = _Scan()
@@ -104,17 +154,8 @@ def out_records(view: View) -> dict[str, QuarantineRecord]:
     )
 
 
-def _find_blocked(view: View, job: JobView) -> dict[str, str]:
-    rules = (view.cordoned, view.drains, job.spec)
-    changed = _scan.changed(view, rules)
-    if changed is None:
-        found = {name: why for name, node in view.nodes.items() if (why := why_not(view, node, job))}
-    else:
-        again = {node.name: why_not(view, node, job) for node in changed}
-        merged = _scan.found | again
-        found = {name: why for name in view.nodes if (why := merged.get(name))} if again else _scan.found
-    _scan.rules, _scan.nodes, _scan.found, _scan.out = rules, view.nodes, found, out_records(view)
-    return found
+def _seat(node: NodeView, job: JobView) -> Seat:
+    return Seat(node=node.name, slots=slots_for(node, job.spec))
 
 
 def slots_for(node: NodeView, spec: wire.JobSpec) -> int:
@@ -132,52 +173,45 @@ def eligible(view: View, job: JobView, taken: frozenset[str], *, without: frozen
         without: nodes that this decision leaves out.
     """
     generation = job.generation.spec if job.generation else None
-    parts = (view.nodes, view.quarantine, view.cordoned, view.drains, job.spec, generation)
+    parts = (_answer(view, job).ground, job.spec, generation)
     return _eligible.get(parts, (taken, without), lambda: _find_eligible(view, job, taken, without))
 
 
 def _find_eligible(view: View, job: JobView, taken: frozenset[str], without: frozenset[str]) -> tuple[Seat, ...]:
-    out = blocked(view, job)
-    previous = list(job.generation.spec.nodes) if job.generation else []
+    answer, nodes = _answer(view, job), view.nodes
+    previous = job.generation.spec.nodes if job.generation else ()
     known = set(previous)
-    order = [name for name in previous if name in view.nodes] + sorted(name for name in view.nodes if name not in known)
-    kept_out = out.keys() | taken | without
-    seats: list[Seat] = []
-    most, each, nodes, fresh_start = (
-        max(job.spec.max_nodes, job.spec.min_nodes),
-        job.spec.nproc_per_node,
-        view.nodes,
-        job.generation is None,
-    )
-    for name in order:
-        if name in kept_out:
-            continue
-        node = nodes[name]
-        if not fresh_start and not node.spare_store and name not in known:
-            continue  # its shim is not ready: a running job does not wait for it
-        seats.append(Seat(node=name, slots=min(node.slots, each)))
-        if len(seats) == most:
+    kept_out = answer.why.keys() | taken | without
+    most = max(job.spec.max_nodes, job.spec.min_nodes)
+    names = [name for name in previous if name in nodes and name not in kept_out][:most]
+    stay = dict(zip(names, map(answer.seats.__getitem__, names), strict=True))
+    fresh: list[Seat] = []
+    for name in sorted(nodes.keys() - known - kept_out):
+        if len(names) + len(fresh) == most:
             break
-    return _in_places(job, previous, seats)
+        if job.generation is None or nodes[name].spare_store:  # a running job does not wait for a shim that is not ready
+            fresh.append(answer.seats[name])
+    return _in_places(job, previous, stay, fresh)
 
 
-def _in_places(job: JobView, previous: list[str], seats: list[Seat]) -> tuple[Seat, ...]:
+def _in_places(job: JobView, previous: tuple[str, ...], stay: dict[str, Seat], fresh: list[Seat]) -> tuple[Seat, ...]:
     """A spare takes the place of a member that is gone, with the same ranks; survivors keep their order."""
-    known = set(previous)
-    fresh = [seat for seat in seats if seat.node not in known]
     if not fresh or job.generation is None:
-        return tuple(seats)
-    stay = {seat.node: seat for seat in seats if seat.node in known}
-    placed: list[Seat] = []
-    for name in previous:
-        seat = stay.get(name)
-        if seat is None:
-            slots = len(job.generation.members[name].workers)
-            seat = next((seat for seat in fresh if seat.slots == slots), None)
-            fresh = [other for other in fresh if other is not seat]
-        if seat is not None:
-            placed.append(seat)
-    return (*placed, *fresh)
+        return (*stay.values(), *fresh)
+    placed = list(map(stay.get, previous))
+    for place in [place for place, seat in enumerate(placed) if seat is None]:
+        slots = len(job.generation.members[previous[place]].workers)
+        found = next((index for index, seat in enumerate(fresh) if seat.slots == slots), None)
+        placed[place] = fresh.pop(found) if found is not None else None
+    return (*(seat for seat in placed if seat is not None), *fresh)
+
+
+_places: Memo[int] = Memo()
+
+
+def places(seats: tuple[Seat, ...]) -> int:
+    """Workers that fit on these seats."""
+    return _places.get((seats,), None, lambda: sum(seat.slots for seat in seats))
 
 
 FEW = "usable nodes"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import membership, plan_command, plan_form, plan_hardware, plan_recover, plan_run, preempt, symptoms
+from regrow.supervisor.core import membership, plan_command, plan_form, plan_hardware, plan_recover, plan_run, preempt, standing, symptoms
 from regrow.supervisor.core.actions import Decision
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.memo import Memo
@@ -135,7 +135,6 @@ def _leftovers(view: View, now: float, draft: Draft) -> None:
 
 
 _unwanted: Memo[tuple[NodeView, ...]] = Memo()
-_leaving: Memo[tuple[NodeView, ...]] = Memo()
 
 
 def _find_unwanted(view: View) -> tuple[NodeView, ...]:
@@ -169,7 +168,7 @@ def _wanted(job: JobView, node: str, number: int) -> bool:
 
 
 def _releases(view: View, draft: Draft) -> None:
-    leaving = _leaving.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if node.leaving))
+    leaving = [node for node in standing.notable(view) if node.leaving]
     if not leaving:
         return
     busy = {

@@ -196,7 +196,7 @@ def _form_without(
 def _boundary(view: View, job: JobView, boundary: Boundary, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
     """A save that was asked for: form when it is committed, forget it when it failed or took too long."""
     if boundary.committed_step is not None:
-        places = sum(seat.slots for seat in membership.eligible(view, job, taken))
+        places = membership.places(membership.eligible(view, job, taken))
         better = meshes.choose(job.spec, places)
         world = job.generation.spec.world_size if job.generation else 0
         if boundary.purpose != "growth" or better is None or better.workers_used <= world:
@@ -225,7 +225,7 @@ def _boundary(view: View, job: JobView, boundary: Boundary, policy: Policy, now:
 def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, now: float, taken: frozenset[str], draft: Draft) -> None:
     """Use nodes that are back, when the gain until the next failure beats the cost of one more restart."""
     seats = membership.eligible(view, job, taken)
-    places = sum(seat.slots for seat in seats)
+    places = membership.places(seats)
     world = generation.spec.world_size
     if places <= world or not job.spec.checkpoint.path or symptoms.level(generation) == 0:
         return

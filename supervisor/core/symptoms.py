@@ -7,8 +7,8 @@ import re
 
 import msgspec
 
-from regrow.supervisor.core import hang, links, rates
-from regrow.supervisor.core.memo import Memo
+from regrow.supervisor.core import hang, links, rates, standing
+from regrow.supervisor.core.memo import Memo, Scan
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.tracebacks import error_line
 from regrow.supervisor.core.view import ExitFact, GenerationView, JobView, Member, NodeView, Stall, View
@@ -77,8 +77,7 @@ _levels: Memo[int] = Memo()
 def _level(generation: GenerationView) -> int:
     if any(fact.exit.last_step >= 0 for fact in generation.exits.values()):
         return 1
-    known = {"started", "fenced", "stopped"}
-    return 1 if any(set(member.phases) - known for member in generation.members.values()) else 0
+    return 1 if _at_work.get(generation.members) else 0
 
 
 def finished_ranks(generation: GenerationView) -> set[int]:
@@ -141,6 +140,9 @@ def singled_out(view: View, generation: GenerationView, symptoms: tuple[Symptom,
 
 
 _members: Memo[tuple[Member, ...]] = Memo()
+_told: Scan[Member] = Scan(lambda member: member.empty_at is not None or member.refused_at is not None)
+_at_work: Scan[Member] = Scan(lambda member: not _BEFORE_WORK.issuperset(member.phases))
+_BEFORE_WORK = frozenset({"started", "fenced", "stopped"})
 
 
 def _suspicious(view: View, generation: GenerationView, policy: Policy, now: float) -> tuple[tuple[Member, ...], float | None]:
@@ -165,15 +167,11 @@ def _suspicious(view: View, generation: GenerationView, policy: Policy, now: flo
 
 
 def _matter(view: View, generation: GenerationView) -> tuple[Member, ...]:
-    return tuple(
-        member
-        for name, member in generation.members.items()
-        if member.empty_at is not None
-        or member.refused_at is not None
-        or (node := view.nodes.get(name)) is None
-        or node.silent_since is not None  # not `reachable`: a property costs as much as all the rest here
-        or not node.connected
-    )
+    members = generation.members
+    names = {member.node for member in _told.get(members)}
+    names.update(node.name for node in standing.notable(view) if not node.reachable and node.name in members)
+    names.update(name for name in members.keys() - view.nodes.keys())
+    return tuple(member for name, member in members.items() if name in names) if names else ()
 
 
 def _of_exit(fact: ExitFact, generation: GenerationView, finished: set[int]) -> Symptom | None:

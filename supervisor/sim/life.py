@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from regrow import wire
@@ -77,8 +78,9 @@ class Life:
         if run is not world.run:
             return
         told = ("fenced", "stopped") if phase == "stopped" else (phase,)
-        names = [name for name in run.spec.nodes if world.nodes[name].running == run.number]
-        for name in names[-1:] if world.setup.lean else names:
+        nodes, number = world.nodes, run.number
+        names = (name for name in reversed(run.spec.nodes) if nodes[name].running == number)
+        for name in itertools.islice(names, 1) if world.setup.lean else reversed(list(names)):
             node = world.nodes[name]
             node.told = (*node.told, *told)
             for each in told:

@@ -163,10 +163,19 @@ class Orders:
         """Orders to start reach their nodes."""
         number, epoch = starts[0].generation, leader.epoch
         obeyed: list[str] = []
+        killed: set[int] = set()
         self._world.life.settle()
+        nodes, cut, connected, obeys, now = (
+            self._world.nodes,
+            self._world.cut,
+            leader.connected,
+            self._world.checkers.obeyed,
+            self._world.now,
+        )
         for order in starts:
-            node = self._world.nodes[order.node]
-            if not (node.up and node.agent) or node.name in self._world.cut or node.name not in leader.connected:
+            name = order.node
+            node = nodes[name]
+            if not (node.up and node.agent) or name in cut or name not in connected:
                 continue
             if node.running == number and epoch >= node.epoch:
                 self._tell_again(node)
@@ -175,11 +184,13 @@ class Orders:
             if refusal:
                 leader.post(e.StartWasRefused(at=self._world.now, node=node.name, job=JOB, generation=number, reason=refusal, fenced=True))
                 continue
-            self._world.checkers.obeyed(self._world.now, node.host, epoch, number, "start")
-            self.kill(node)
+            obeys(now, node.host, epoch, number, "start")
+            if node.running not in killed:
+                self.kill(node)
+                killed.add(node.running)
             node.epoch, node.generation, node.running = max(node.epoch, epoch), number, number
             node.exits, node.told = (), ()
-            obeyed.append(node.name)
+            obeyed.append(name)
         master = starts[0].master_address
         if obeyed and self._world.run is not None and self._world.run.number == number:
             self._world.checkers.rendezvous_store(self._world.now, master, number)
