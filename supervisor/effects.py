@@ -150,7 +150,7 @@ class Effects:
                     self._failed(seq, "stop_workers", "not connected", job=action.job, node=action.node, generation=action.generation)
             case a.AskSave() | a.TellRate() | a.AskStacks() | a.ReleaseNode():
                 self._order(seq, action, epoch)
-            case a.AskReach():
+            case a.AskReach() | a.AskAgain():
                 self._ask_reach(action, view)
             case a.ClearHealth():
                 if not self._send(action.node, wire.ClearHealth(epoch=epoch, seq=seq, by="operator")):
@@ -187,7 +187,11 @@ class Effects:
             case _:
                 assert_never(action)
 
-    def _ask_reach(self, action: a.AskReach, view: View) -> None:
+    def _ask_reach(self, action: a.AskReach | a.AskAgain, view: View) -> None:
+        if isinstance(action, a.AskAgain):
+            known = {action.node: view.nodes[action.node].peer_address}
+            self._send_all(action.witnesses, wire.ProbePeers(job="", generation=0, peers=known))
+            return
         for node, peers in action.peers.items():
             known = {peer: view.nodes[peer].peer_address for peer in peers if peer in view.nodes}
             self._send_all((node,), wire.ProbePeers(job=action.job, generation=action.generation, peers=known))

@@ -94,6 +94,13 @@ class AskReach(_Action, frozen=True, kw_only=True, tag="ask_reach"):
     """{member: those that it is to try}."""
 
 
+class AskAgain(_Action, frozen=True, kw_only=True, tag="ask_again"):
+    """Let some nodes try whether one that was put out as cut off can be reached on the data network again."""
+
+    node: str
+    witnesses: tuple[str, ...]
+
+
 class ReleaseNode(_Action, frozen=True, kw_only=True, tag="release_node"):
     """A leaving node may go: nothing of it is in use."""
 
@@ -185,6 +192,7 @@ Action = (
     | TellRate
     | AskStacks
     | AskReach
+    | AskAgain
     | ReleaseNode
     | ClearHealth
     | SetQuarantine

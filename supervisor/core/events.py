@@ -301,7 +301,7 @@ class OutputKept(_Event, frozen=True, kw_only=True, tag="output_kept"):
 
 
 class PeersWereProbed(_Event, frozen=True, kw_only=True, tag="peers_were_probed"):
-    """A member tried to reach others on the data network."""
+    """A node tried to reach others on the data network. `job` is empty where one was tried that had been put out as cut off."""
 
     node: str
     job: str

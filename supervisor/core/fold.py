@@ -74,6 +74,8 @@ _OfGeneration = (
 
 
 def _of_generation(view: View, event: _OfGeneration) -> View:
+    if isinstance(event, e.PeersWereProbed) and not event.job:
+        return fold_nodes.probed_again(view, event)
     job = view.jobs.get(event.job)
     if job is None:
         return view

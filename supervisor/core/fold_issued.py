@@ -14,7 +14,18 @@ from regrow.supervisor.core.fold_nodes import put, with_member
 from regrow.supervisor.core.ledger import MACHINE
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.records import IncidentSeed
-from regrow.supervisor.core.view import Boundary, GenerationView, Incident, JobView, Member, NodeView, Observation, Outcome, View
+from regrow.supervisor.core.view import (
+    AskedAgain,
+    Boundary,
+    GenerationView,
+    Incident,
+    JobView,
+    Member,
+    NodeView,
+    Observation,
+    Outcome,
+    View,
+)
 
 _change = msgspec.structs.replace
 _INCIDENT_HISTORY = 256
@@ -36,6 +47,10 @@ def issued(view: View, event: e.Issued) -> View:
         case a.ClearHealth():
             node = view.nodes.get(action.node)
             return put(view, _change(node, clear_asked=False, clear_sent_at=at)) if node is not None else view
+        case a.AskAgain():
+            node = view.nodes.get(action.node)
+            asked = AskedAgain(at=at, witnesses=action.witnesses)
+            return put(view, _change(node, asked_again=asked)) if node is not None else view
         case a.SetQuarantine():
             return _quarantine(view, action)
         case a.Observe():

@@ -160,6 +160,16 @@ def unusable(view: View, name: str, reason: str) -> View:
     return put(view, _change(node, unusable=reason)) if node is not None else view
 
 
+def probed_again(view: View, event: e.PeersWereProbed) -> View:
+    """A witness tried a node that was put out as cut off."""
+    for name in (*event.reached, *event.unreached):
+        node = view.nodes.get(name)
+        if node is not None and node.asked_again is not None and event.node in node.asked_again.witnesses:
+            found = node.asked_again.found | {event.node: name in event.reached}
+            view = put(view, _change(node, asked_again=_change(node.asked_again, found=found)))
+    return view
+
+
 def running(view: View, event: e.MemberPhase | e.WorkersExited) -> View:
     """Keep track of what an agent runs."""
     node = view.nodes.get(event.node)

@@ -15,7 +15,9 @@ LEAST_ASKED = 3
 """With two, one cannot reach the other: nobody can say whose fault that is."""
 HELPERS = 3
 """So many nodes that are not members, if there are any, are asked as well: of a generation of two they know which it is."""
-_LEAST_WITNESSES = 2
+LEAST_WITNESSES = 2
+EVIDENCE = "unreachable"
+"""In the record of a host that was put out because the others could not reach it."""
 _ALL_PAIRS = 17
 """Up to so many members everybody tries everybody; of more each tries those at distances 1, 2, 4, 8 ... in the ring."""
 
@@ -81,7 +83,7 @@ def cut_off(reports: Mapping[str, Reach], members: Iterable[str], helpers: Itera
 
 
 def _accused(failed: set[str], tried: set[str]) -> bool:
-    return len(failed) >= _LEAST_WITNESSES and 2 * len(failed) > len(tried)
+    return len(failed) >= LEAST_WITNESSES and 2 * len(failed) > len(tried)
 
 
 def _rank(name: str, failed: set[str], tried: set[str]) -> tuple[float, int, str]:

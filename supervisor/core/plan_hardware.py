@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import observe, quarantine
+from regrow.supervisor.core import observe, quarantine, reachable, standing
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
@@ -14,8 +14,6 @@ from regrow.supervisor.core.view import NodeView, View
 
 _moving: Memo[tuple[QuarantineRecord, ...]] = Memo()
 """Records that time or evidence may move on: those of hardware that was repaired long ago are many and stay as they are."""
-_bad: Memo[tuple[NodeView, ...]] = Memo()
-_cleared: Memo[tuple[NodeView, ...]] = Memo()
 _CLEAR_SECONDS = 10.0
 """Time for an agent to look at its node anew after an operator cleared it; what it says then counts."""
 
@@ -24,12 +22,12 @@ def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
     """Put out what its own verdict condemns, and move every record on when it is due."""
     for record in _moving.get((view.quarantine,), None, lambda: tuple(it for it in view.quarantine.values() if it.state != "healthy")):
         _move_on(view, record, policy, now, draft)
-    for node in _cleared.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if node.clear_asked)):
-        if node.reachable:
+    for node in standing.notable(view):
+        if node.clear_asked and node.reachable:
             action = a.ClearHealth(node=node.name)
             draft.act(action, because=f"{node.name} is repaired, says an operator: its agent ends what it holds ({node.health.reason})")
-    for node in _bad.get((view.nodes,), None, lambda: tuple(node for node in view.nodes.values() if quarantine.is_bad(node))):
-        if node.connected:
+    for node in standing.notable(view):
+        if node.connected and quarantine.is_bad(node):
             _condemn(view, node, policy, now, draft)
 
 
@@ -42,6 +40,8 @@ def _move_on(view: View, record: QuarantineRecord, policy: Policy, now: float, d
     moved = quarantine.next_state(record, node, policy, now)
     if moved is not None:
         draft.act(a.SetQuarantine(record=moved), because=f"{record.key}: {record.state} -> {moved.state}")
+        return
+    if reachable.plan(view, record, node, policy, now, draft):
         return
     draft.look(quarantine.due_at(record, node, policy, now))
 

@@ -55,6 +55,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the stacks of all ranks before a hung generation is replaced."""
     reach_seconds: float = 4.0
     """How long to wait for what members say of each other's reachability, when nobody is singled out. An agent gives a peer 2.5 s."""
+    reach_again_seconds: float = 60.0
+    """How often others try whether a host that was put out as cut off answers again; doubles with each strike. 0: never."""
     growth_cooldown_seconds: float = 30.0
     """No growth within this time of the last new generation."""
     growth_horizon_least_seconds: float = 600.0

@@ -11,6 +11,15 @@ from regrow.supervisor.core.links import Reach
 from regrow.supervisor.core.records import EffortRecord, LearnedRecord, LedgerRecord, QuarantineRecord
 
 
+class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that were asked whether they reach one that was cut off, and what they found."""
+
+    at: float
+    witnesses: tuple[str, ...]
+    found: dict[str, bool] = {}
+    """{witness: did the host answer}."""
+
+
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """One host with one agent."""
 
@@ -50,6 +59,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """An operator says that it is repaired, and its agent has not been told."""
     clear_sent_at: float | None = None
     """When the agent was told; None again with its next verdict."""
+    asked_again: AskedAgain | None = None
+    """The last try whether it can be reached again on the data network."""
 
     @property
     def reachable(self) -> bool:

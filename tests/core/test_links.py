@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from world import LOST_PEER, POLICY, STARTED, World, running
 
@@ -236,3 +237,102 @@ def test_more_hosts_than_the_breaker_allows_are_left_out_and_a_person_is_called(
     assert not world.view.quarantine
     (page,) = world.take(a.Page)
     assert "4 nodes cannot be reached at once" in page.reason
+
+
+# --- the way back
+
+
+def cut_off_c(**policy: float) -> World:
+    """A job of a, b, d, from which c was put out because nobody reached it; its agent is heard all the while."""
+    world = job("a", "b", "c", "d", policy=msgspec.structs.replace(POLICY, **policy))
+    stalled(world)
+    answer(world, cut="c")
+    world.wait(POLICY.stacks_seconds)
+    world.step(3)
+    world.step(4)
+    world.take()
+    assert world.view.quarantine["hw-c"].state == "quarantined"
+    return world
+
+
+def tried(world: World, *, reached: str = "", missed: str = "") -> None:
+    """Witnesses say whether they reach c."""
+    for node in reached:
+        world.tell(e.PeersWereProbed(at=world.now, node=node, job="", generation=0, reached=("c",)))
+    for node in missed:
+        world.tell(e.PeersWereProbed(at=world.now, node=node, job="", generation=0, unreached=("c",)))
+
+
+def test_others_try_it_again_and_most_that_reach_it_bring_it_back_before_its_time() -> None:
+    world = cut_off_c()
+    due = world.view.quarantine["hw-c"].until
+    world.wait(POLICY.reach_again_seconds)
+    assert world.take(a.AskAgain) == [a.AskAgain(node="c", witnesses=("a", "b", "d"))]
+    tried(world, reached="a", missed="b")
+    assert world.view.quarantine["hw-c"].state == "quarantined", "one of three is no evidence"
+    tried(world, reached="d")
+    assert world.view.quarantine["hw-c"].state == "burn_in"
+    assert "2 of 3 nodes reach c" in world.reason
+    assert due is not None
+    assert world.now < due - POLICY.quarantine_seconds / 2
+    world.wait(POLICY.burn_in_seconds + 1)
+    assert world.view.quarantine["hw-c"].state == "probation"
+    world.step(5)
+    world.wait(POLICY.growth_cooldown_seconds)
+    (save,) = world.take(a.AskSave)
+    assert save.purpose == "growth"
+
+
+def test_while_they_do_not_reach_it_they_are_asked_again_and_again() -> None:
+    world = cut_off_c()
+    for _ in range(3):
+        world.wait(POLICY.reach_again_seconds)
+        assert [asked.node for asked in world.take(a.AskAgain)] == ["c"]
+        tried(world, reached="a", missed="bd")
+    assert world.view.quarantine["hw-c"].state == "quarantined"
+    tried(world, reached="x")
+    assert world.view.quarantine["hw-c"].state == "quarantined", "who was not asked says nothing"
+
+
+def test_answers_of_an_earlier_try_do_not_count_for_the_next() -> None:
+    world = cut_off_c()
+    world.wait(POLICY.reach_again_seconds)
+    tried(world, reached="a", missed="bd")
+    world.wait(POLICY.reach_again_seconds)
+    tried(world, reached="b", missed="ad")
+    assert world.view.quarantine["hw-c"].state == "quarantined"
+
+
+@pytest.mark.parametrize("why", ["off", "silent", "sick", "alone"])
+def test_who_is_not_tried(why: str) -> None:
+    world = cut_off_c(reach_again_seconds=0.0) if why == "off" else cut_off_c()
+    if why == "silent":
+        world.tell(e.NodeSilent(at=world.now, node="c", last_heard_at=world.now - 2))
+    if why == "sick":
+        bad = wire.HealthVerdict(state="unhealthy", action="replace", reason="XID 79")
+        world.tell(e.NodeHealth(at=world.now, node="c", verdict=bad))
+    if why == "alone":
+        for node in "bd":
+            world.lose(node)
+    world.take()
+    world.wait(2 * POLICY.reach_again_seconds)
+    assert not world.take(a.AskAgain)
+
+
+def test_an_operator_brings_it_back_at_once() -> None:
+    world = cut_off_c()
+    world.tell(e.NodeCommandGiven(at=world.now, node="c", command="clear"))
+    assert world.view.quarantine["hw-c"].state == "probation"
+    world.wait(POLICY.reach_again_seconds + 1)
+    assert not world.take(a.AskAgain)
+
+
+def test_a_second_time_it_waits_twice_as_long() -> None:
+    world = cut_off_c()
+    record = msgspec.structs.replace(world.view.quarantine["hw-c"], strikes=2, since=world.now)
+    world.tell(e.QuarantineLoaded(at=world.now, records=(record,)))
+    world.take()
+    world.wait(2 * POLICY.reach_again_seconds - 1)
+    assert not world.take(a.AskAgain)
+    world.wait(2)
+    assert len(world.take(a.AskAgain)) == 1
