@@ -6,6 +6,8 @@ import asyncio
 import logging
 import socket
 import ssl
+import struct
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +22,7 @@ _BACKLOG = 4096
 _ACCEPTED_AT_ONCE = 16
 _ACCEPT_PAUSE_SECONDS = 0.02
 """Sixteen handshakes cost about 30 ms; the pause is over when the event loop has done them."""
+_LONGEST_ACCEPT_PAUSE_SECONDS = 1.0
 _SILENT_PEER_MS = 20_000
 _MAX_UNSENT_BYTES = 32 * 1024 * 1024
 
@@ -76,12 +79,16 @@ class Connection:
 class BeatServer:
     """Accepts agents."""
 
-    def __init__(self, receiver: Receiver, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, receiver: Receiver, *, tls: ssl.SSLContext | None = None, welcomes: Callable[[], bool] = lambda: True) -> None:
+        """`welcomes`: False while whoever greets would be refused: then no TLS handshake is paid for."""
         self._receiver = receiver
         self._tls = tls
+        self._welcomes = welcomes
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.num_conversations = 0
+        """Connections that were taken as far as a handshake or a greeting, ever."""
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
@@ -116,18 +123,26 @@ class BeatServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         """A few at a time: when thousands of agents come at once, their TLS handshakes must not keep this process from renewing its
-        lease, or it loses its term, they all come again, and that never ends. The rest wait in the kernel."""
+        lease, or it loses its term, they all come again, and that never ends. The rest wait in the kernel. When this process comes
+        late to its turn, on a busy machine, it waits as long again before it takes more."""
         loop = asyncio.get_running_loop()
+        pause = _ACCEPT_PAUSE_SECONDS
         while True:
             try:
                 for _ in range(_ACCEPTED_AT_ONCE):
                     accepted, _ = await loop.sock_accept(listener)
+                    if self._tls is not None and not self._welcomes():
+                        _reset(accepted)
+                        continue
+                    self.num_conversations += 1
                     task = asyncio.create_task(self._serve(accepted), name="regrow-beats-serve")
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
             except OSError as error:  # it was gone again, or there are no descriptors left
                 log.warning("no beat connection is taken: %s", error)
-            await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+            due = loop.time() + pause
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_ACCEPT_PAUSE_SECONDS, max(_ACCEPT_PAUSE_SECONDS, loop.time() - due))
 
     async def _serve(self, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -188,6 +203,12 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
     if not line.endswith(b"\n"):
         raise ConnectionResetError("closed by the agent")
     return line
+
+
+def _reset(accepted: socket.socket) -> None:
+    """Gone at once, and nothing of it stays in the kernel: the agent comes again after its pause, or with the next leader record."""
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    accepted.close()
 
 
 def _tune(writer: asyncio.StreamWriter) -> None:

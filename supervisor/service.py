@@ -76,7 +76,7 @@ class Supervisor:
         self.store: Store | None = store
         self._owns_store = store is None
         tls = _tls(config, clients_show=True)
-        self.beats = BeatServer(self, tls=tls.listening if tls is not None else None)
+        self.beats = BeatServer(self, tls=tls.listening if tls is not None else None, welcomes=self._leads)
         https = _tls(config, clients_show=False) if config.http_tls else None
         self.api = ApiServer(self._guarded(), tls=https.listening if https is not None else None)
         self._stop = asyncio.Event()
@@ -325,6 +325,9 @@ class Supervisor:
             self.metrics.view(current.view, self.now(), self.actuators.counts())
 
     # --- agents
+
+    def _leads(self) -> bool:
+        return self.term is not None and self.term.leads
 
     def greeted(self, hello: wire.Hello, connection: Connection) -> wire.Welcome | wire.Refused:
         """An agent wants in."""

@@ -223,10 +223,15 @@ class Term:
 
     # --- agents
 
+    @property
+    def leads(self) -> bool:
+        """Are agents welcome?"""
+        return self.ready and not self._closed and not self.ended.is_set()
+
     def greeted(self, hello: wire.Hello, connection: Connection) -> wire.Welcome | wire.Refused:
         """An agent wants in."""
         now = self._now()
-        if self._closed or self.ended.is_set() or not self.ready:
+        if not self.leads:
             return wire.Refused(reason="this supervisor does not lead now", leading=False)
         if hello.cluster != self._config.cluster:
             return wire.Refused(reason=f"this is cluster {self._config.cluster!r}, not {hello.cluster!r}", retry=False)
