@@ -51,7 +51,9 @@ FAST = Policy(
 class Cluster:
     """Supervisors and stub agents of one test."""
 
-    def __init__(self, tmp_path: Path, open_store: Callable[[], Store], policy: Policy = FAST) -> None:
+    def __init__(self, tmp_path: Path, open_store: Callable[[], Store], policy: Policy = FAST, *, full: bool = False) -> None:
+        self.full = full
+        """With production's time constants."""
         self.tmp_path = tmp_path
         self.policy = policy
         self.agents: dict[str, Any] = {}
@@ -64,9 +66,9 @@ class Cluster:
             cluster="test",
             store="memory://",
             state=str(self.tmp_path / f"s{len(self.supervisors)}"),
-            ttl=ttl,
-            beat_seconds=0.1,
-            silence_seconds=0.5,
+            ttl=5.0 if self.full else ttl,
+            beat_seconds=0.5 if self.full else 0.1,
+            silence_seconds=2.0 if self.full else 0.5,
             name=f"s{len(self.supervisors)}",
             adopt=adopt,
         )
@@ -171,8 +173,14 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path, store: MemoryStore) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path, store.connect)
+async def cluster(
+    request: pytest.FixtureRequest, tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
+    """Time constants scaled down; those of production with the parameter "full"."""
+    full = getattr(request, "param", "scaled") == "full"
+    if full:
+        monkeypatch.setattr(stub_agent.Deadline, "seconds", 240.0)
+    made = Cluster(tmp_path, store.connect, Policy() if full else FAST, full=full)
     try:
         yield made
     finally:

@@ -12,9 +12,15 @@ import msgspec
 from regrow import wire
 
 
-async def eventually(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
-    """Wait until `condition()` is true; its value. One generous deadline for all waits."""
-    async with asyncio.timeout(seconds):
+class Deadline:
+    """One generous deadline for all waits."""
+
+    seconds = 20.0
+
+
+async def eventually(condition: Callable[[], Any], what: str, seconds: float | None = None) -> Any:
+    """Wait until `condition()` is true; its value."""
+    async with asyncio.timeout(seconds or Deadline.seconds):
         while True:
             value = condition()
             if value:

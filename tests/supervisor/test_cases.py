@@ -1,4 +1,5 @@
-"""Cases that broke real systems, by their number (docs/failure-model.md has the table). Stub agents on real TCP; times scaled."""
+"""Cases that broke real systems, by their number (docs/failure-model.md has the table). Stub agents on real TCP; times scaled down, and
+as in production (soak)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ from regrow.supervisor.core.symptoms import finished_ranks
 
 if TYPE_CHECKING:
     from conftest import Cluster
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", ["scaled", pytest.param("full", marks=[pytest.mark.soak, pytest.mark.timeout(600)])], indirect=True)
+]
 
 
 async def test_a01_a_member_that_goes_away_is_noticed_without_any_error_of_its_peers(cluster: Cluster) -> None:
