@@ -69,7 +69,7 @@ def sample(value: torch.Tensor) -> int:
     flat = value.view(-1) if value.is_contiguous() else value.flatten()
     if flat.device.type != "cpu":
         flat = torch.cat((flat[:SAMPLE_ELEMENTS], flat[-SAMPLE_ELEMENTS:])).cpu()
-    data, size = flat.view(torch.uint8).numpy(), SAMPLE_ELEMENTS * flat.element_size()
+    data, size = flat.view(torch.uint8).numpy().data, SAMPLE_ELEMENTS * flat.element_size()
     state = xxhash.xxh3_64(data[:size])
     state.update(data[-size:])
     return state.intdigest()

@@ -188,7 +188,10 @@ class Writer:
         self._take_back(producer)
         loop = asyncio.get_running_loop()
         name = shard_name(producer.hello.rank)
-        own = lambda arena: self._contents.place_of(arena)[1] == name  # noqa: E731
+
+        def own(arena: Arena) -> bool:
+            return self._contents.place_of(arena)[1] == name
+
         try:
             for _ in range(ARENAS_PER_PRODUCER):
                 arena = await loop.run_in_executor(self._threads, self._pool.take, message.plan.file_bytes, own)

@@ -128,7 +128,8 @@ class BoundState:
             self._run.restored(step, self.inner.samples, seconds, saved=not self.inner.recalled)
         loaded = self.inner.loaded if self.inner is not None else None
         sources = {} if loaded is None else loaded.sources()
-        self._loop.passed("restored", seconds, directory=point.directory if point is not None else "", **sources)
+        stored = point is not None and not (self.inner is not None and self.inner.recalled)
+        self._loop.passed("restored", seconds, directory=point.directory if stored and point is not None else "", **sources)
         return step
 
     def _from_memory(self, begin: float) -> bool:
