@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,28 @@ def pick_device(local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def forget_meshes() -> None:
+    """Empty what torch's DTensor remembers of meshes. For a process that takes another rank, or a place in another mesh.
+
+    It remembers by meshes that compare equal, and those do when they are of the same ranks; what it remembers names the process groups of
+    the first of them, and these are gone ("Could not resolve the process group registered under the name 12").
+    """
+    if "torch.distributed.tensor._api" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
+
+    debug._clear_sharding_prop_cache()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    propagator = DTensor._op_dispatcher.sharding_propagator  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    found: tuple[Any, ...] = (
+        getattr(propagator, "_propagate_tensor_meta_cached", None),
+        getattr(_redistribute, "_gen_transform_infos", None),
+        _collective_utils.MeshTopoInfo.build_from_mesh,
+    )
+    for remembered in found:
+        if hasattr(remembered, "cache_clear"):
+            remembered.cache_clear()
 
 
 class Groups:

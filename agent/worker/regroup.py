@@ -32,7 +32,7 @@ import msgspec
 from regrow import wire
 from regrow.agent.worker import gloo
 from regrow.agent.worker.environment import WorkerEnvironment
-from regrow.agent.worker.groups import uses_gpu
+from regrow.agent.worker.groups import forget_meshes, uses_gpu
 from regrow.errors import RegrowError
 
 _log = logging.getLogger("regrow.worker")
@@ -44,6 +44,8 @@ _AGAIN_SECONDS = 0.03
 threads that gloo forgot are let go."""
 _RECONNECT_SECONDS = 0.2
 _LOST_PEER = re.compile(r"gloo|nccl|connection|broken pipe|socket|timed? ?out|peer|read error|store", re.IGNORECASE)
+_PLACE = ("RANK", "WORLD_SIZE", "REGROW_MESH")
+"""While these stay, process groups have the names that they had in the generation before."""
 T = TypeVar("T")
 
 
@@ -300,6 +302,8 @@ def _change_over(order: wire.Regroup) -> None:
         _leave()
         _leave = None
     sys.excepthook = _hook  # ours and torch's, put on top of each other in each generation, hold all that the generation had
+    if any(os.environ.get(name) != order.env.get(name) for name in _PLACE):
+        forget_meshes()
     gc.collect()
     os.environ.clear()
     os.environ.update(order.env)

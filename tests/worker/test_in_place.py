@@ -8,15 +8,20 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.worker.conftest import World
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from regrow import wire
-from regrow.agent.worker import handover, regroup
+from regrow.agent.worker import groups, handover, regroup
 from regrow.agent.worker.live import LiveState, Offer, choose
 from regrow.ckpt.exchange import alone
 from regrow.ckpt.layout import Box
@@ -107,6 +112,42 @@ def test_a_state_at_rest_goes_over_whole() -> None:
     assert new.schedule.last_epoch == 2
     assert new.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     assert torch.equal(torch.get_rng_state(), draw), "the streams of the completed step"
+
+
+def test_what_is_held_does_not_hold_the_model() -> None:
+    """What hangs on parameters leads to the model and its process groups: those would live, threads and sockets, for two generations."""
+    old = Training(1)
+    old.step(1)
+    for parameter in old.model.parameters():
+        parameter.__dict__["whose"] = old.model
+    gone, held = weakref.ref(old.model), old.live.hold()
+    assert held is not None
+    del old, parameter
+    gc.collect()
+    assert gone() is None
+    assert held.tensors["model.0.weight"].shape == (8, 4)
+
+
+def _on_a_part_of_a_mesh(groups_before: int) -> list[int]:
+    """The shape of a product that DTensor gathers over one axis of a mesh, whose groups are named by how many came before them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        for _ in range(groups_before):
+            dist.new_group([0, 1])
+        axis = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        rows = DTensor.from_local(torch.ones(2, 4), axis, [Shard(0)])
+        return list((DTensor.from_local(torch.ones(4, 4), axis, [Replicate()]) @ rows.t()).full_tensor().shape)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_that_moves_in_the_mesh_forgets_the_groups_of_the_one_before() -> None:
+    """Grown back from six ranks to eight, survivors met their first mesh again in another place: torch took it for the old one."""
+    assert _on_a_part_of_a_mesh(3) == [4, 4]
+    with pytest.raises(RuntimeError, match="Could not resolve the process group"):
+        _on_a_part_of_a_mesh(0)
+    groups.forget_meshes()
+    assert _on_a_part_of_a_mesh(0) == [4, 4]
 
 
 def _half_an_update(training: Training) -> None:
