@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--pause", type=float, default=0.05)
+    parser.add_argument("--work", type=int, default=0, help="so many milliseconds of own work a step, told from waiting for others")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds added to each phase of a start")
     args = parser.parse_args()
 
@@ -45,6 +46,10 @@ def main() -> None:
                 loss = (model(x) - x.sum()).square().sum() / run.global_batch
                 loss.backward()
                 total += loss.detach()
+            for _ in range(args.work):
+                time.sleep(0.001)  # a process that is stopped and continued gets through them slower, at no cost to others
+            if args.work:
+                run.computed()
             if run.world_size > 1:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
