@@ -20,6 +20,7 @@ import regrow.store
 from regrow import security
 from regrow.dashboards import rules, write
 from regrow.errors import ConfigurationError, OperationalError
+from regrow.observe import grafana
 from regrow.store.binary import HeldPort
 
 _GUARD = Path(regrow.store.__path__[0]) / "guard.py"
@@ -182,7 +183,7 @@ class Stack:
             "rules/recording.yaml": write.recording_yaml(pace),
             "rules/alerts.yaml": write.alerts_yaml(pace),
             "targets.json": "[]\n",
-            **grafana_files(self.prometheus),
+            **grafana.files(self.prometheus, self.root),
         }
         try:
             for name, text in texts.items():
@@ -254,16 +255,3 @@ async def query(client: httpx.AsyncClient, base: str, expr: str, **more: Any) ->
     if answer.get("status") != "success":
         raise OperationalError(str(answer.get("error", answer)), where=expr)
     return answer["data"]["result"]
-
-
-def grafana_files(prometheus: str) -> dict[str, str]:
-    """Provisioning for a Grafana: data source and dashboards."""
-    source = {"apiVersion": 1, "datasources": [{"name": "Prometheus", "uid": "prometheus", "type": "prometheus", "url": prometheus, "isDefault": True}]}  # fmt: skip
-    provider = {"apiVersion": 1, "providers": [{"name": "Regrow", "type": "file", "options": {"path": "/etc/grafana/provisioning/boards"}}]}
-    texts = {
-        "grafana/datasources/prometheus.yaml": json.dumps(source, indent=1) + "\n",
-        "grafana/dashboards/regrow.yaml": json.dumps(provider, indent=1) + "\n",
-    }
-    for path in sorted((write.HERE / "grafana").glob("*.json")):
-        texts[f"grafana/boards/{path.name}"] = path.read_text(encoding="utf-8")
-    return texts
