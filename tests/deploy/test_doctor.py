@@ -57,6 +57,17 @@ def test_kubernetes_is_a_pod_or_what_kubectl_reaches(only: Path, monkeypatch: py
     assert deploy.kubernetes().detail == "this is a pod, without a token of the API"
 
 
+def test_what_observing_needs_is_named(only: Path) -> None:
+    found = deploy.observing()
+    assert (found.status, found.hint.startswith("apt-get install prometheus")) == ("note", True)
+    tool(only, "prometheus", "")
+    assert "alertmanager is not installed" in deploy.observing().detail
+    tool(only, "prometheus-alertmanager", "")
+    assert deploy.observing().detail == "alertmanager, prometheus; no container runtime for Grafana (docker or podman)"
+    tool(only, "podman", "")
+    assert deploy.observing() == checks.Check("observing", "ok", "alertmanager, prometheus; podman could start Grafana")
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as held:
         held.bind(("", 0))

@@ -6,11 +6,14 @@ import asyncio
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
+import pytest
 from tests.deploy.slurm import free_ports
 
 from regrow import certificates
+from regrow.store.base import StoreError
 from regrow.store.open import open_store
 
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "etcd"
@@ -26,6 +29,7 @@ class Trio:
         certificates.make_authority(self.pki, days=2)
         certificates.issue(self.pki, "etcd", "member", hosts=("127.0.0.1",), days=2)
         certificates.issue(self.pki, "client", "root", hosts=(), days=2)
+        certificates.issue(self.pki, "client", "daemon", hosts=(), days=2)
         ports = free_ports(6)
         self.clients = dict(zip(NAMES, ports[:3], strict=True))
         self.peers = {name: f"https://127.0.0.1:{port}" for name, port in zip(NAMES, ports[3:], strict=True)}
@@ -34,8 +38,10 @@ class Trio:
 
     @property
     def url(self) -> str:
+        """As the daemons have it: any certificate of the authority, and a user."""
         hosts = ",".join(f"127.0.0.1:{port}" for port in self.clients.values())
-        return f"etcds://{hosts}?cacert={self.pki}/ca.pem&cert={self.pki}/root.pem&key={self.pki}/root.key"
+        pair = f"cacert={self.pki}/ca.pem&cert={self.pki}/daemon.pem&key={self.pki}/daemon.key"
+        return f"etcds://{hosts}?{pair}&user=regrow&password-file={self.pki}/regrow.password"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,11 +73,28 @@ class Trio:
             self._members.append(subprocess.Popen(command, stdout=log, stderr=log))
             log.close()
 
+    def until_it_leads(self) -> None:
+        """etcdctl waits for no leader by itself."""
+        health = ["etcdctl", "endpoint", "health", "--dial-timeout=1s"]
+        end = time.monotonic() + LIMIT
+        while subprocess.run(health, env=self.environment, capture_output=True, check=False, cwd=self.pki).returncode:
+            assert time.monotonic() < end, "no leader"
+
     def kill(self) -> None:
         for member in self._members:
             member.kill()
             member.wait()
         self._members.clear()
+
+    def with_users(self) -> None:
+        """The page's commands, in the folder with the certificates."""
+        page = (SCRIPTS.parents[1] / "docs" / "deploy-etcd.md").read_text(encoding="utf-8")
+        section = page.split("## A user and a password besides")[1].split("\n## ")[0]
+        commands = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+        assert len(commands) == 9
+        script = "set -eu\n" + "\n".join(commands).replace("https://10.0.0.1:2379", f"https://127.0.0.1:{self.clients['m1']}")
+        done = subprocess.run(["bash", "-c", script], cwd=self.pki, capture_output=True, text=True, check=False, timeout=LIMIT)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 async def read(trio: Trio, prefix: str) -> dict[str, bytes]:
@@ -87,7 +110,11 @@ async def test_all_disks_are_lost_and_the_keys_come_back(tmp_path: Path) -> None
     trio = Trio(tmp_path)
     trio.start()
     try:
+        await asyncio.to_thread(trio.until_it_leads)
+        await asyncio.to_thread(trio.with_users)
         store = open_store(trio.url, timeout=LIMIT)
+        with pytest.raises(StoreError, match="permission denied"):
+            await store.put("/other/key", b"")
         for step in range(20):
             await store.put(f"/regrow/t/jobs/j/checkpoints/{step}", str(step).encode())
         await store.close()

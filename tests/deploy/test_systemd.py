@@ -96,13 +96,29 @@ async def manager(tmp_path: Path) -> AsyncIterator[Manager]:
     made.close()
 
 
+def started_as(daemon: str, store: str, folder: Path) -> list[str]:
+    """The command line of the unit, with its example settings: without TLS, with this test's store, and any free ports."""
+    unit = (UNITS / f"regrow-{daemon}.service").read_text()
+    (line,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+    (owned,) = re.findall(r"^StateDirectory=(.+)$", unit, re.MULTILINE)
+    kept = [entry for entry in (UNITS / f"{daemon}.toml").read_text().splitlines() if not re.match(r"(tls_|http_tls|tokens)", entry)]
+    text = re.sub(r'^store = ".*"$', f'store = "{store}"', "\n".join(kept), flags=re.MULTILINE)
+    text = re.sub(r'"(?:10\.0\.1\.1|0\.0\.0\.0)(?::\d+)?"', lambda match: '"127.0.0.1:0"' if ":" in match[0] else '"127.0.0.1"', text)
+    (folder / f"{daemon}.toml").write_text(re.sub(r"^peer_port = \d+$", "peer_port = 0", text, flags=re.MULTILINE))
+    places = {f"/etc/regrow/{daemon}.toml": f"{folder}/{daemon}.toml", f"/var/lib/{owned}": f"{folder}/s"}
+    program, *words = line.split()
+    assert program == "/opt/regrow/bin/regrow"
+    assert set(places) <= set(words), "the settings of this page, and the folder that systemd makes"
+    return [str(Path(sys.executable).with_name("regrow")), *(places.get(word, word) for word in words)]
+
+
 @pytest.mark.parametrize("daemon", ["supervisor", "agent"])
 async def test_daemons_say_when_they_serve_feed_the_watchdog_and_say_when_they_stop(daemon: str, manager: Manager, tmp_path: Path) -> None:
     etcd = EmbeddedEtcd(tmp_path / "etcd")
     await etcd.start()
-    more = ("--node", "n0", "--no-warm", "--kernel-log", "", "--health-seconds", "0") if daemon == "agent" else ()
-    command = (sys.executable, "-m", "regrow", daemon, "--cluster", "t", "--store", etcd.url, "--state", str(tmp_path / "s"), *more)
-    environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "n"), "WATCHDOG_USEC": "300000"}
+    quick = {"REGROW_AGENT_NODE": "n0", "REGROW_AGENT_WARM": "false", "REGROW_AGENT_KERNEL_LOG": "", "REGROW_AGENT_HEALTH_SECONDS": "0"}
+    command = started_as(daemon, etcd.url, tmp_path)
+    environment = {**os.environ, **quick, "NOTIFY_SOCKET": str(tmp_path / "n"), "WATCHDOG_USEC": "300000"}
     log = (tmp_path / "log").open("wb")
     child = await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)
     try:

@@ -63,6 +63,7 @@ def run_all(*, members: int = 1, deadline_seconds: float = 10.0, store: str = ""
         deploy.systemd,
         deploy.slurm,
         deploy.kubernetes,
+        deploy.observing,
         cluster_tools,
     )
     return [check() for check in (*single, *machine)]

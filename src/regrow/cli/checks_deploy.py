@@ -15,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 from regrow.cli.checks import Check
-from regrow.errors import RegrowError
+from regrow.errors import ConfigurationError, RegrowError
 
 _BLOCK = 4096
 _SECONDS = 5.0
 _GIB = 1 << 30
 _PROCESSES = 4096
+_RUNTIMES = ("docker", "podman")
 PORTS = {7070: "beats", 7071: "API", 7072: "peers", 9464: "agent's /metrics"}
 """The ports of the examples in deploy/."""
 
@@ -152,6 +153,19 @@ def kubernetes() -> Check:
     if "serverVersion" in done:
         return Check("kubernetes", "ok", "kubectl reaches a cluster")
     return Check("kubernetes", "note", "kubectl is here and reaches no cluster", "check KUBECONFIG")
+
+
+def observing() -> Check:
+    """Whether `regrow observe` has its two programs, and what could start a Grafana beside them."""
+    from regrow.observe import stack
+
+    try:
+        found = stack.binaries()
+    except ConfigurationError as error:
+        return Check("observing", "note", error.what, error.hint)
+    runtime = next((name for name in _RUNTIMES if shutil.which(name)), "")
+    grafana = f"{runtime} could start Grafana" if runtime else f"no container runtime for Grafana ({' or '.join(_RUNTIMES)})"
+    return Check("observing", "ok", f"{', '.join(sorted(found))}; {grafana}")
 
 
 def _ask(*command: str) -> str:
