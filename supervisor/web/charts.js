@@ -46,9 +46,12 @@ export function draw(target, points, marks, label) {
   for (const value of ticks(lowX, highX, 6)) {
     if (Number.isInteger(value)) svg.append(make("text", { x: px(value), y: HEIGHT - 8, "text-anchor": "middle" }, short(value)));
   }
+  const named = [];
   for (const [step, text] of marks) {
     if (step < lowX || step > highX) continue;
     svg.append(make("line", { class: "mark", x1: px(step), x2: px(step), y1: TOP, y2: HEIGHT - BOTTOM }));
+    if (named.some((x) => Math.abs(x - px(step)) < 8 * text.length + 4)) continue; // the line is there; two names would cover each other
+    named.push(px(step));
     const late = px(step) > WIDTH - RIGHT - 8 * text.length;
     svg.append(make("text", { x: px(step) + (late ? -3 : 2), y: TOP + 9, "text-anchor": late ? "end" : "start" }, text));
   }

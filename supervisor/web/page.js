@@ -213,7 +213,10 @@ function drawCharts() {
   const points = [...latest].sort((a, b) => a[0] - b[0]);
   const marks = shown().generations.slice(1, 30).filter((item) => item.restore_step !== null).map((item) => [item.restore_step + 0.5, `g${item.number}`]);
   draw(byId("chart-loss"), points.map(([step, [loss]]) => [step, loss ?? NaN]), marks, "loss");
-  draw(byId("chart-rate"), points.map(([step, [, seconds]]) => [step, seconds > 0 ? 1 / seconds : NaN]), marks, "steps per second");
+  // Reports that were held up while the leader changed arrive together: the gap between them is no step time.
+  const times = points.map(([, [, seconds]]) => seconds).filter((seconds) => seconds > 0).sort((a, b) => a - b);
+  const least = (times[times.length >> 1] ?? 0) / 20;
+  draw(byId("chart-rate"), points.map(([step, [, seconds]]) => [step, seconds > least ? 1 / seconds : NaN]), marks, "steps per second");
 }
 
 // --- orders

@@ -86,6 +86,10 @@ async def test_content(cluster: Any, screen: Screen) -> None:
     assert await screen.page.get_attribute("#chart-loss svg", "aria-label") == "loss: 4 at step 5"
     assert await screen.page.get_attribute("#chart-rate svg", "aria-label") == "steps per second: 5 at step 5"
     assert "record_generation" in await screen.text("#log")
+    await cluster.step(6, loss=4.0, seconds=1e-6)
+    await screen.until("() => document.querySelector('#chart-loss svg').getAttribute('aria-label') === 'loss: 4 at step 6'")
+    ticks = await screen.page.evaluate("[...document.querySelectorAll('#chart-rate text')].map((text) => parseFloat(text.textContent))")
+    assert max(tick for tick in ticks if tick == tick) < 10, "one step time that cannot be does not stretch the scale"
     assert screen.errors == []
     own = f"http://{cluster.leader.http_address}/"
     assert [url for url in screen.requests if not url.startswith((own, "data:"))] == []
@@ -137,6 +141,30 @@ async def test_orders_of_a_node_and_a_job(cluster: Any, screen: Screen) -> None:
     await screen.page.click("#job-buttons button:text-is('pause')")
     await screen.page.click("#confirm-dialog button[value=yes]")
     await eventually(lambda: cluster.job().command == "pause", "paused")
+    assert screen.errors == []
+
+
+async def test_a_quarantine_is_shown_and_cleared_and_the_job_saved_and_stopped(cluster: Any, screen: Screen) -> None:
+    """A bit flips on n2; the table's `clear` ends the quarantine; the job's own buttons give the other orders."""
+    await form(cluster, "n0", "n1", "n2", "n3")
+    equal = dict.fromkeys(range(8), "00")
+    for step in (1, 2, 3):
+        await cluster.step(step, digests=equal)
+    cluster.members()[0].committed(3)
+    await eventually(lambda: 3 in cluster.job().checkpoints and cluster.job().checkpoints[3].evidence, "verified")
+    await screen.open(cluster.leader.http_address)
+    for agent in cluster.members():
+        agent.complete(4, digests=equal | {5: "0f"})
+    await screen.until("() => document.querySelector('#grid [data-node=n2]').dataset.state === 'quarantined'")
+    assert "GPU-n2-1" in await screen.text("#quarantine")
+    await screen.page.click("#quarantine [aria-label='clear n2']")
+    await eventually(lambda: cluster.leader.term.view.quarantine["GPU-n2-1"].state == "probation", "cleared")
+    await screen.until("() => document.querySelector('#notice').textContent === 'clear n2: ordered'")
+    await screen.until("() => document.querySelector('#grid [data-node=n2]').dataset.state !== 'quarantined'")
+    await cluster.generation(2, num_nodes=3)
+    await screen.page.click("#job-buttons button:text-is('save-and-stop')")
+    await screen.page.click("#confirm-dialog button[value=yes]")
+    await eventually(lambda: cluster.job().command == "save-and-stop", "the order has come")
     assert screen.errors == []
 
 
