@@ -145,7 +145,6 @@ def _record(
         climbed = ladder.explain(rung, rungs)
         seed = _change(seed, rung=rung.name)
     names = tuple(members)
-    committing = view.nodes[names[0]]
     book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger
     added = ledger.num_charges(book) - ledger.num_charges(job.ledger)
     text = f"{why.note or 'form'}: mesh {choice.mesh} on {len(names)} nodes ({choice.reason}), restore {point.reason}"
@@ -162,7 +161,7 @@ def _record(
         layers_per_stage=choice.layers_per_stage,
         restore=point.point,
         committing_node=names[0],
-        commit_address=committing.peer_address,
+        commit_address=view.nodes[names[0]].peer_address,
         restart_count=ledger.num_charges(book),
         reason=text[:500],
         failures_per_second=rates.failure_rate(job, now, more=added),
