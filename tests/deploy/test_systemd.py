@@ -106,8 +106,8 @@ def started_as(daemon: str, store: str, folder: Path) -> list[str]:
     text = re.sub(r'"(?:10\.0\.1\.1|0\.0\.0\.0)(?::\d+)?"', lambda match: '"127.0.0.1:0"' if ":" in match[0] else '"127.0.0.1"', text)
     (folder / f"{daemon}.toml").write_text(re.sub(r"^peer_port = \d+$", "peer_port = 0", text, flags=re.MULTILINE))
     places = {f"/etc/regrow/{daemon}.toml": f"{folder}/{daemon}.toml", f"/var/lib/{owned}": f"{folder}/s"}
-    program, *words = line.split()
-    assert program == "/opt/regrow/bin/regrow"
+    words = str(line).split()
+    assert words.pop(0) == "/opt/regrow/bin/regrow"
     assert set(places) <= set(words), "the settings of this page, and the folder that systemd makes"
     return [str(Path(sys.executable).with_name("regrow")), *(places.get(word, word) for word in words)]
 
@@ -121,16 +121,20 @@ async def test_daemons_say_when_they_serve_feed_the_watchdog_and_say_when_they_s
     environment = {**os.environ, **quick, "NOTIFY_SOCKET": str(tmp_path / "n"), "WATCHDOG_USEC": "300000"}
     log = (tmp_path / "log").open("wb")
     child = await asyncio.create_subprocess_exec(*command, env=environment, stdout=log, stderr=log)
+    ended = asyncio.create_task(child.wait())
     try:
-        await manager.hears("READY=1")
+        ready = asyncio.create_task(manager.hears("READY=1"))
+        await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
+        assert not ended.done(), (tmp_path / "log").read_text()
+        await ready
         await manager.hears("WATCHDOG=1", 4)
         child.send_signal(signal.SIGTERM)
         await manager.hears("STOPPING=1")
-        assert await asyncio.wait_for(child.wait(), LIMIT) == 0, (tmp_path / "log").read_text()
+        assert await asyncio.wait_for(asyncio.shield(ended), LIMIT) == 0, (tmp_path / "log").read_text()
     finally:
         if child.returncode is None:
             child.kill()
-            await child.wait()
+        await ended
         await etcd.stop()
         log.close()
 
