@@ -21,6 +21,9 @@ from regrow.supervisor.stats.story import Story, seconds_lost
 
 _ARCHIVES = ("journal.sqlite", "supervisor/journal.sqlite", "*/supervisor/journal.sqlite")
 
+FAULTS = "faults.json"
+"""In a chaos run's folder: what was injected and when."""
+
 _LEAST_STEPS = 5
 """Fewer steps of a mesh do not say how fast it is."""
 
@@ -40,6 +43,20 @@ class Source(msgspec.Struct, kw_only=True):
     node_hours: dict[str, float] = {}
     """Age of each node at the end of the observation, failed or not."""
     measured: Measured | None = None
+    injected: dict[str, float] = {}
+    """Unix time of the fault behind an incident, by incident, where a chaos run has told it."""
+
+
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of FAULTS: the ground truth of a chaos run."""
+
+    kind: str
+    node: str = ""
+    rank: int = -1
+    at: float
+    """Unix seconds, by the clock of the machine that injected it."""
+    incident: str = ""
+    """The incident that it led to; empty: none."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +109,7 @@ def load(path: Path, job: str = "") -> Source:
                 "has no journal", where=str(path), hint="give a run folder of `regrow run`, or a supervisor's --state folder"
             )
         newest = max(found, key=lambda item: item.stat().st_mtime)
-        return of_entries(_archived(newest), job=job, name=path.name)
+        return _since_injection(of_entries(_archived(newest), job=job, name=path.name), injections(path))
     if not path.is_file():
         raise ConfigurationError("is no file or folder", where=str(path), hint="give a job, a run folder, a journal, or a CSV or JSON file")
     with path.open("rb") as file:
@@ -100,6 +117,40 @@ def load(path: Path, job: str = "") -> Source:
     if begin.startswith(b"SQLite format 3"):
         return of_entries(_archived(path), job=job, name=path.stem)
     return Source(history=read(path), name="/".join(part for part in (path.parent.name, path.name) if part))
+
+
+def injections(folder: Path) -> dict[str, float]:
+    """When the fault behind an incident was injected (Unix seconds), by incident: what `regrow chaos run` left in its folder.
+
+    Raises:
+        ConfigurationError: the file is there and is not one of ours.
+    """
+    path = folder / FAULTS
+    if not path.is_file():
+        return {}
+    try:
+        return {fault.incident: fault.at for fault in msgspec.json.decode(path.read_bytes(), type=list[InjectedFault]) if fault.incident}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(
+            f"cannot be read: {error}", where=str(path), hint="remove it: times then count from the journal"
+        ) from error
+
+
+def _since_injection(source: Source, injected: dict[str, float]) -> Source:
+    """MTTD from the fault itself, where it is known, in place of the journal's first word of it."""
+    if source.job is None or not injected:
+        return source
+    detected = {case.incident.id: case.incident.detected_at for case in source.job.cases}
+    known = detected.keys() & injected.keys()
+    failures = tuple(
+        msgspec.structs.replace(failure, detect_seconds=max(0.0, detected[failure.incident] - injected[failure.incident]))
+        if failure.incident in known
+        else failure
+        for failure in source.history.failures
+    )
+    said = f"MTTD counts from the injected fault in {len(known)} of {len(detected)} incidents, else from the journal's first word"
+    history = msgspec.structs.replace(source.history, failures=failures, warnings=(*source.history.warnings, said))
+    return msgspec.structs.replace(source, history=history, injected={name: injected[name] for name in known})
 
 
 def _archived(path: Path) -> list[Entry]:
@@ -203,7 +254,12 @@ def incidents(source: Source) -> list[dict[str, Any]]:
 
     if source.job is None:
         return []
-    return [document(case, source.job, source.end_at) for case in source.job.cases]
+    return [document(case, source.job, source.end_at) | _injected_at(source, case) for case in source.job.cases]
+
+
+def _injected_at(source: Source, case: Case) -> dict[str, float]:
+    at = source.injected.get(case.incident.id)
+    return {} if at is None else {"injected_at": at}
 
 
 def costs(source: Source, *, save_seconds: float = 0.0, restore_seconds: float = 0.0, used_seconds: float = 0.0) -> SaveCosts | None:

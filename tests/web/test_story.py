@@ -97,8 +97,18 @@ async def test_report_of_a_live_job_a_folder_and_an_archive(cluster: Any, tmp_pa
     assert "ValueError: a bug" in page.read_text()
     assert "http://" not in page.read_text().replace("http://www.w3.org/", "")
     assert "## train-g1: node lost" in text.read_text()
-    folder = await regrow("report", str(archive.parent), "--json")
-    assert json.loads(folder.stdout)["failures"]["unplanned"] == 2
+    faults = archive.parent / "faults.json"
+    faults.write_text(json.dumps([{"kind": "node_kill", "node": "n2", "at": lost["at"] - 7.0, "incident": lost["id"]}]))
+    folder = json.loads((await regrow("report", str(archive.parent), "--json")).stdout)
+    assert folder["failures"]["unplanned"] == 2
+    assert folder["journal_incidents"][0]["injected_at"] == lost["at"] - 7.0
+    assert "injected_at" not in folder["journal_incidents"][1]
+    detected = [{one["incident"]: one["detect_seconds"] for one in said["incidents"]} for said in (document, folder)]
+    assert detected[1][lost["id"]] == pytest.approx(detected[0][lost["id"]] + 7.0, abs=1e-3), "known from the fault itself"
+    assert detected[1][bug["id"]] == pytest.approx(detected[0][bug["id"]], abs=1e-3)
+    assert any("in 1 of 2 incidents" in line for line in folder["warnings"])
+    faults.write_text('[{"kind": 1}]')
+    assert (await regrow("report", str(archive.parent), "--json")).returncode == 2
 
 
 async def test_report_of_what_is_not_there(cluster: Any) -> None:
