@@ -25,12 +25,12 @@ def plan(view: View, record: QuarantineRecord, node: NodeView | None, policy: Po
     asked = node.asked_again if node.asked_again is not None and node.asked_again.at >= record.since else None
     if asked is not None:
         good = sum(asked.found.values())
-        if good >= links.LEAST_WITNESSES and 2 * good > len(asked.witnesses):
+        if good >= links.LEAST_WITNESSES:  # of three at most: more than half
             record = msgspec.structs.replace(record, state="burn_in", since=now, until=None, boot_id=node.boot_id)
             why = f"{record.key}: {good} of {len(asked.witnesses)} nodes reach {node.name} on the data network again"
             draft.act(a.SetQuarantine(record=record), because=why)
             return True
-    due = (asked.at if asked is not None else record.since) + policy.reach_again_seconds * 2 ** max(0, record.strikes - 1)
+    due = (asked.at if asked is not None else record.since) + policy.reach_again_seconds * 2 ** (record.strikes - 1)
     if now < due:
         draft.look(due)
         return False

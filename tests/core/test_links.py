@@ -319,6 +319,23 @@ def test_who_is_not_tried(why: str) -> None:
     assert not world.take(a.AskAgain)
 
 
+@pytest.mark.parametrize("why", ["leaves", "quarantined", "silent"])
+def test_who_is_no_witness(why: str) -> None:
+    world = cut_off_c()
+    world.join("0", "1")  # before all others by name
+    match why:
+        case "leaves":
+            world.tell(e.NodeLeaving(at=world.now, node="0", reason="SIGTERM"))
+        case "quarantined":
+            record = msgspec.structs.replace(world.view.quarantine["hw-c"], key="hw-0", node="0", evidence=())
+            world.tell(e.QuarantineLoaded(at=world.now, records=(record,)))
+        case _:
+            world.tell(e.NodeSilent(at=world.now, node="0", last_heard_at=world.now - 2))
+    world.take()
+    world.wait(POLICY.reach_again_seconds)
+    assert [asked.witnesses for asked in world.take(a.AskAgain)] == [("1", "a", "b")]
+
+
 def test_an_operator_brings_it_back_at_once() -> None:
     world = cut_off_c()
     world.tell(e.NodeCommandGiven(at=world.now, node="c", command="clear"))
