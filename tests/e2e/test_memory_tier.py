@@ -40,8 +40,8 @@ def went_on(run: Run, log: Path, twin: dict[int, float]) -> dict[str, Any]:
 
 
 def test_a_killed_worker_goes_on_from_memory(launch: Callable[..., Run], tmp_path: Path, twin: dict[int, float]) -> None:
-    run = launch("--local", "2", *MEMORY, str(TOY), "--steps", "100", "--log", str(tmp_path / "log"))
-    steps_later(run, 25)
+    run = launch("--local", "2", *MEMORY, str(TOY), "--steps", "130", "--log", str(tmp_path / "log"))
+    steps_later(run, 60)
     assert run.inject("n1", "kill_worker")["done"]
     assert run.wait() == 0, run.story()
     assert run.result()["state"] == "done"
@@ -49,14 +49,14 @@ def test_a_killed_worker_goes_on_from_memory(launch: Callable[..., Run], tmp_pat
     last = max(
         json.loads(line).get("step", 0) for line in (tmp_path / "log" / "g1-r0.jsonl").read_text().splitlines() if line.endswith("}")
     )
-    assert last - begin["restored"] <= 20, "about an interval of 0.2 s of steps of 50 ms, and what was under way"
+    assert last - begin["restored"] <= 45, "ranks agree on a save at most 20 steps (1 s) ahead, and hear of it as late"
 
 
 @pytest.mark.soak
 def test_a_lost_node_goes_on_from_its_buddys_memory(launch: Callable[..., Run], tmp_path: Path, twin: dict[int, float]) -> None:
     sizes = ("--local", "3", "--nnodes", "2:2", "--peer-memory")
-    run = launch(*sizes, *MEMORY, str(TOY), "--steps", "150", "--log", str(tmp_path / "log"))
-    steps_later(run, 40)
+    run = launch(*sizes, *MEMORY, str(TOY), "--steps", "200", "--log", str(tmp_path / "log"))
+    steps_later(run, 60)
     (lost,) = (node["node"] for node in run.job("toy")["nodes"] if node["ranks"] == [0])
     assert lose_power(run, lost) >= 3
     assert run.wait() == 0, run.story()
