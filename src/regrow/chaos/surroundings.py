@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from regrow.ckpt.manifest import RECORD_NAME
 from regrow.errors import OperationalError
 
 _NOISE = (
@@ -43,8 +44,12 @@ class Surroundings:
             file.writelines(f"[{number + 100}.000001] {line}\n" for number, line in enumerate(lines))
 
     def num_checkpoints(self) -> int:
-        """Folders that are there, whether they are complete or not."""
-        return sum(one.is_dir() for one in self._checkpoints.glob("step-*"))
+        """Checkpoints on storage: a folder without a record is still being written."""
+        return len(self._complete())
+
+    def _complete(self) -> list[Path]:
+        """Folders of checkpoints, the newest last."""
+        return sorted(one for one in self._checkpoints.glob("step-*") if (one / RECORD_NAME).is_file())
 
     def flip_newest_checkpoint(self) -> Path:
         """Flip one bit in the middle of the largest file of the newest checkpoint.
@@ -52,7 +57,7 @@ class Surroundings:
         Raises:
             OperationalError: there is no checkpoint.
         """
-        folders = sorted(one for one in self._checkpoints.glob("step-*") if one.is_dir())
+        folders = self._complete()
         files = [one for one in (folders[-1].rglob("*") if folders else ()) if one.is_file()]
         if not files:
             raise OperationalError("there is no checkpoint to damage", where=str(self._checkpoints))
