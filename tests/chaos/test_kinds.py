@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from regrow.agent.health.classify import classify
@@ -63,9 +65,34 @@ def run(plan: str | Path, folder: Path, seconds: float) -> dict[str, object]:
 
 @pytest.mark.timeout(400)
 def test_kinds_that_need_no_accelerator_in_one_run(tmp_path: Path) -> None:
+    """With --stay: what was broken can be looked at when the plan is over, until Ctrl-C; the card comes then."""
     (tmp_path / "plan.toml").write_text(PLAN)
-    card = run(tmp_path / "plan.toml", tmp_path, 380)
+    with subprocess.Popen(
+        [REGROW, "chaos", "run", str(tmp_path / "plan.toml"), "--run-dir", str(tmp_path / "run"), "--stay", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        said: list[str] = []
+        for line in started.stderr:
+            said.append(line)
+            if "the plan is over" in line:
+                break
+        assert started.poll() is None, "".join(said)[-3000:]
+        address = json.loads((tmp_path / "run/supervisor/supervisor.json").read_text())["http"]
+        job = httpx.get(f"http://{address}/v1/jobs/chaos", trust_env=False).json()
+        assert len(job["incidents"]) == 4
+        started.send_signal(signal.SIGINT)
+        said.append(started.stderr.read())
+        card = json.loads(started.stdout.read())
+    assert started.returncode == 0, ([one for one in card["marks"] if one["error"]], "".join(said)[-3000:])
     assert (card["num_named_right"], card["num_false_alarms"]) == (4, 0)
+    told = json.loads((tmp_path / "run/faults.json").read_text())
+    assert sorted(one["kind"] for one in told if one["incident"]) == sorted(mark["kind"] for mark in card["marks"] if mark["incident"])
+    began = {one["id"]: one["at"] for one in job["incidents"]}
+    assert all(one["at"] <= began[one["incident"]] for one in told if one["incident"]), "a fault is before what is seen of it"
 
 
 @pytest.mark.soak
@@ -92,8 +119,11 @@ def test_one_bit_of_the_newest_checkpoint(around: Surroundings, tmp_path: Path) 
         folder = tmp_path / "checkpoints" / f"step-{step:012d}-g1-ab"
         folder.mkdir(parents=True)
         (folder / "rank-0").write_bytes(bytes(100))
-        (folder / "record").write_bytes(b"x")
-    assert around.num_checkpoints() == 2
+        (folder / "record.json").write_bytes(b"x")
+    begun = tmp_path / "checkpoints" / "step-000000000013-g1-ab"
+    begun.mkdir()
+    (begun / "rank-0").touch()
+    assert around.num_checkpoints() == 2, "one that is being written is none yet"
     victim = around.flip_newest_checkpoint()
     assert victim.parent.name.startswith("step-000000000012")
     assert sum(byte.bit_count() for byte in victim.read_bytes()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from regrow.errors import ConfigurationError, OperationalError
 from regrow.local.cluster import ClusterPlan
 from regrow.local.launch import Follower, submit
 from regrow.local.live import LiveView
+from regrow.supervisor.stats.source import FAULTS, InjectedFault
 
 JOB = "chaos"
 _SETTLE_SECONDS = 180.0
@@ -37,8 +39,9 @@ _WARM_UP_STEPS = 70
 class Runner:
     """One plan, one cluster, one job."""
 
-    def __init__(self, plan: Plan, root: Path, *, plain: bool = True) -> None:
+    def __init__(self, plan: Plan, root: Path, *, plain: bool = True, stay: bool = False) -> None:
         self._plan = plan
+        self._stay = stay
         self._root = root.absolute()
         self._plain = plain
         self._random = random.Random(plan.seed)  # noqa: S311 - repeatable, not secret
@@ -57,7 +60,7 @@ class Runner:
         self._seen: dict[str, float] = {}
 
     async def run(self) -> Card:
-        """Run to the end of the plan, then stop everything.
+        """Run to the end of the plan, with `stay` until SIGINT or SIGTERM, then stop everything.
 
         Raises:
             OperationalError: the cluster or the job did not come up, or the job ended before the plan.
@@ -75,6 +78,8 @@ class Runner:
                         view.note(f"fault {number} of {len(self._plan.fault)}: {fault.kind}", "bold red")
                         await self._shoot(fault, follower)
                     verdict = await self._judge(cluster, time.monotonic() - began)
+                    if self._stay:
+                        await _until_interrupted(view)
                     await self._end(cluster, following)
                     return verdict
                 finally:
@@ -234,13 +239,38 @@ class Runner:
             msgspec.structs.replace(shot, incident=latest.get(shot.incident["id"], shot.incident)) if shot.incident else shot
             for shot in self._shots
         ]
+        self._write_truth(shots)
         ours = {shot.incident["id"] for shot in shots if shot.incident}
         stray = len(set(latest) - ours)
         return card(shots, plan=self._plan.name, seed=self._plan.seed, stray_incidents=stray, observed_seconds=seconds)
 
+    def _write_truth(self, shots: list[Shot]) -> None:
+        """What was injected, when by the wall clock, and the incident that it led to: `regrow report` counts detection from there."""
+        ahead = time.time() - time.monotonic()
+        told = [
+            InjectedFault(kind=shot.kind, node=shot.node, rank=shot.rank, at=shot.at + ahead, incident=(shot.incident or {}).get("id", ""))
+            for shot in shots
+            if shot.injected
+        ]
+        (self._root / FAULTS).write_bytes(msgspec.json.encode(told))
+
     @staticmethod
     def _incident_ids(document: dict[str, Any]) -> set[str]:
         return {one["id"] for one in document.get("incidents", [])}
+
+
+async def _until_interrupted(view: LiveView) -> None:
+    """The plan is over and its cluster can be looked at."""
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked.set)
+    try:
+        view.note("the plan is over; the cluster stays until Ctrl-C", "bold")
+        await asked.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 def _open(document: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ def run(
     nodes: Annotated[int, typer.Option("--nodes", min=2, help="Of a drawn plan.")] = 4,
     run_dir: Annotated[str, typer.Option("--run-dir", help="Folder of the run, empty or new.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan, break nothing.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Keep the cluster after the plan, to look at, until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
     """Break a local cluster as the plan says and judge what Regrow made of it. Exit 1: something was missed or named wrongly."""
@@ -57,7 +58,7 @@ def run(
     from regrow.chaos.runner import Runner
 
     folder = Path(run_dir) if run_dir else Path("runs") / f"chaos-{chosen.name}-{chosen.seed}"
-    card = asyncio.run(Runner(chosen, folder).run())
+    card = asyncio.run(Runner(chosen, folder, stay=stay).run())
     emit(card, as_json=as_json, human=lambda: tell_card(card))
     raise typer.Exit(0 if card.ok else 1)
 

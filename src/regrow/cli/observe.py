@@ -54,7 +54,7 @@ def observe(
         from regrow.chaos import plan
 
         plan.load(chaos)
-    started = session.command(chaos, demo=demo, root=Path(run_dir))
+    started = session.command(chaos, demo=demo, root=Path(run_dir), stay=not once)
     factor = pace or (_FACTOR_OF_A_SHORT_RUN if started else 1.0)
     find = session.of_run(Path(run_dir)) if started else lambda: remote.find(supervisor, store, cluster)
     known = "" if started else find()

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 
 from regrow.errors import ConfigurationError
-from regrow.observe import story
+from regrow.observe import grafana, story
 from regrow.observe.stack import Plan, Stack
 
 _STOP_SECONDS = 30.0
@@ -40,8 +39,8 @@ class Options:
     https: bool = False
 
 
-def command(chaos: str, *, demo: bool, root: Path) -> tuple[str, ...]:
-    """The run to start: its folder is `root`/run.
+def command(chaos: str, *, demo: bool, root: Path, stay: bool) -> tuple[str, ...]:
+    """The run to start: its folder is `root`/run. With `stay` a chaos run keeps its cluster, and so the page, until it is stopped.
 
     Raises:
         ConfigurationError: the folder holds a run already.
@@ -51,7 +50,7 @@ def command(chaos: str, *, demo: bool, root: Path) -> tuple[str, ...]:
     folder = (root / "run").absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigurationError("holds an earlier run", where=str(folder), hint="remove it, or give another --run-dir")
-    words = ("demo", "--keep") if demo else ("chaos", "run", chaos)
+    words = ("demo", "--keep") if demo else ("chaos", "run", chaos, *(("--stay",) if stay else ()))
     return (sys.executable, "-m", "regrow", *words, "--run-dir", str(folder), "--json")
 
 
@@ -66,13 +65,6 @@ def of_run(root: Path) -> Callable[[], str | None]:
             return None
 
     return find
-
-
-def grafana_hint(root: Path) -> str:
-    """How to add Grafana here."""
-    runtime = next((name for name in ("docker", "podman") if shutil.which(name)), "docker")
-    line = f"{runtime} run --rm --network host -v {root}/grafana:/etc/grafana/provisioning grafana/grafana"
-    return f"Grafana       where a container runtime works: {line}"
 
 
 async def run(options: Options, *, tell: Callable[[dict[str, str]], None], say: Callable[[str], None]) -> dict[str, Any]:
@@ -113,7 +105,7 @@ async def run(options: Options, *, tell: Callable[[dict[str, str]], None], say: 
             "alertmanager": stack.alertmanager,
             "root": str(stack.root),
         }
-        tell(addresses | {"grafana": grafana_hint(stack.root)})
+        tell(addresses | {"grafana": grafana.hint(stack.root)})
         if options.started:
             code = await _run_until(options, ended, say)
             over = True
