@@ -118,11 +118,11 @@ def test_what_is_held_does_not_hold_the_model() -> None:
     """What hangs on parameters leads to the model and its process groups: those would live, threads and sockets, for two generations."""
     old = Training(1)
     old.step(1)
-    for parameter in old.model.parameters():
-        parameter.__dict__["whose"] = old.model
+    first: Any = next(old.model.parameters())
+    first.whose = old.model
     gone, held = weakref.ref(old.model), old.live.hold()
     assert held is not None
-    del old, parameter
+    del old, first
     gc.collect()
     assert gone() is None
     assert held.tensors["model.0.weight"].shape == (8, 4)
@@ -136,7 +136,8 @@ def _on_a_part_of_a_mesh(groups_before: int) -> list[int]:
             dist.new_group([0, 1])
         axis = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
         rows = DTensor.from_local(torch.ones(2, 4), axis, [Shard(0)])
-        return list((DTensor.from_local(torch.ones(4, 4), axis, [Replicate()]) @ rows.t()).full_tensor().shape)
+        product: Any = DTensor.from_local(torch.ones(4, 4), axis, [Replicate()]) @ rows.t()
+        return list(product.full_tensor().shape)
     finally:
         dist.destroy_process_group()
 
