@@ -60,7 +60,8 @@ def state_of(pid: int) -> State | None:
 
 
 def find(pids: tuple[int, ...] = ()) -> list[TrainingProcess]:
-    """All ranks on this host that this user may look at, or those of the jobs that `pids` belong to, by job and rank.
+    """All ranks on this host that this user may look at, or those of the jobs of `pids`, by job and rank: a rank's own process, a helper of
+    it, or a launcher (torchrun, srun's step, an agent of Regrow), whose descendants the ranks are.
 
     Helpers of a rank (data loader workers inherit its environment) are left out: of processes that say the same rank of the
     same job, the ancestor is the rank.
@@ -70,9 +71,19 @@ def find(pids: tuple[int, ...] = ()) -> list[TrainingProcess]:
     ranks = {(one.job, one.rank, one.pid) for one in found}
     own = [one for one in found if (one.job, one.rank, parents.get(one.pid, 0)) not in ranks and one.pid in parents]
     if pids:
-        jobs = {one.job for one in found if one.pid in pids}
+        jobs = {one.job for one in found if not _line_of(one.pid).isdisjoint(pids)}
         own = [one for one in own if one.job in jobs]
     return sorted(own, key=lambda one: (one.job, one.rank))
+
+
+def _line_of(pid: int) -> set[int]:
+    """A process and its ancestors; init and the kernel's own are nobody's launcher."""
+    line: set[int] = set()
+    while pid > 1 and pid not in line:
+        line.add(pid)
+        state = state_of(pid)
+        pid = state.parent if state is not None else 0
+    return line
 
 
 def _look(pid: int) -> TrainingProcess | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from regrow.agent.health import flight, stackview
+from regrow.agent.health import flight, jobs, stackview
 from regrow.agent.health.autopsy_verdict import RankView, judge
 from regrow.agent.health.flight import FlightFinding
 from regrow.agent.health.stackview import Frame, Stack, stack_of
@@ -191,7 +191,7 @@ def test_a_hung_job_of_torchrun_is_explained_within_30_seconds(job: subprocess.P
     while True:  # the two that are ready enter the collective a moment after they say so
         began = time.monotonic()
         done = subprocess.run(
-            [BIN / "regrow", "autopsy", "--pid", str(children[0]), "--gap", "0.5", "--json"],
+            [BIN / "regrow", "autopsy", "--pid", str(job.pid), "--gap", "0.5", "--json"],
             capture_output=True,
             text=True,
             timeout=60,
@@ -206,7 +206,9 @@ def test_a_hung_job_of_torchrun_is_explained_within_30_seconds(job: subprocess.P
     assert report["verdict"]["cause"] == "not_in_collective_sleep"
     assert "load (toy.py:6)" in report["verdict"]["text"]
     assert [group["ranks"] for group in report["groups"]] == [[0, 2], [1]]
-    assert {one["pid"] for one in report["ranks"]} == set(children)
+    assert {one["pid"] for one in report["ranks"]} == set(children), "the launcher's pid stands for its ranks"
+    assert {one.pid for one in jobs.find((children[1],))} == set(children), "and so does any rank's"
+    assert jobs.find((os.getpid(),)) == jobs.find((job.pid,)), "whoever started the launcher"
 
     (tmp_path / "node.json").write_text(done.stdout)
     merged = subprocess.run(

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command("autopsy", help="Attach to the jobs on this node and say what holds them up.")
     def _autopsy(
-        pid: Annotated[list[int] | None, typer.Option("--pid", min=1, help="Only the jobs of these processes; default: all jobs.")] = None,
+        pid: Annotated[list[int] | None, typer.Option("--pid", min=1, help="The jobs of these ranks or launchers; default: all.")] = None,
         flight: Annotated[
             list[Path] | None, typer.Option("--flight", metavar="FILE", help="A flight recorder dump of torch, PREFIX<rank>; repeatable.")
         ] = None,
