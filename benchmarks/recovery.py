@@ -167,16 +167,29 @@ class Cpu:
 class Torchrun(System):
     """Four agents of torchrun with c10d rendezvous."""
 
-    def __init__(self, folder: Path, deadline: float, *, shared: bool, floors: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        deadline: float,
+        *,
+        shared: bool,
+        floors: int = 0,
+        nodes: int = NODES,
+        least: int = 0,
+        slots: int = SLOTS,
+        tuning: tuple[str, ...] = (),
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        """`least`: nodes that it goes on with; 0: all. `tuning`: more flags of torchrun; `flags`: of the job."""
         super().__init__(folder, deadline)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        for _ in range(NODES):
+        for _ in range(nodes):
             self.spawn(
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", str(SLOTS)),
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{least or nodes}:{nodes}", "--nproc-per-node", str(slots)),
                 *("--max-restarts", "20", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "benchmark"),
-                *(str(JOBS / "light.py"), "--plain", "--out", str(self.log), "--floors", str(floors)),
+                *(*tuning, str(JOBS / "light.py"), "--plain", "--out", str(self.log), "--floors", str(floors), *flags),
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0" if shared else "1",
             )
 
@@ -221,8 +234,11 @@ class Regrow(System):
 
     def kill_node(self, name: str) -> None:
         """Everything of a node: agent, shim, workers, writer."""
-        short = next(path for path in self._states() if path.name == name)
-        kill_marked(MARK, str(short))
+        kill_marked(MARK, str(self.state_of(name)))
+
+    def state_of(self, name: str) -> Path:
+        """A node's state folder, which marks its processes."""
+        return next(path for path in self._states() if path.name == name)
 
     def _states(self) -> list[Path]:
         found: set[Path] = set()

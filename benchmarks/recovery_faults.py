@@ -6,7 +6,9 @@ The light job of recovery.py on four agents with two workers each, survivors in 
 completed step beyond the frontier, by the ranks' own step files. node: everything of a node is killed, the job goes on with six
 ranks; growth: it returns, `pause` is the longest time without a completed step meanwhile. stop: a worker gets SIGSTOP, the
 hang limit is 1 s and is taken off. agent, supervisor: `steps_lost`, and the longest time without a completed step less
-the usual one. ranks: a worker is killed among 2, 4, 8 and 16, in place and by the warm fork.
+the usual one. ranks: a worker is killed among 2, 4, 8 and 16, in place and by the warm fork. silent: everything of a node is stopped (SIGSTOP), so
+that its connections stand and say nothing, as those of a host that lost its network; the limit of 2 s is taken off. torchrun_node: an
+agent of torchrun that does not host the store is killed with its workers, store unshared, tuned to notice at once.
 """
 
 from __future__ import annotations
@@ -27,15 +29,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recovery import NODES, SLOTS, OutOfTimeError, Regrow, running
+import psutil
+from recovery import NODES, SLOTS, OutOfTimeError, Regrow, System, Torchrun, running
+
+from regrow.processes import MARK, marked
 
 HANG_SECONDS = 1.0
+SILENCE_SECONDS = 2.0
+"""The supervisor's limit for a host that says nothing (docs/failure-model.md)."""
 QUIET_SECONDS = 3.0
 """After a fault that must cost nothing, steps are watched for so long."""
 SETTLE_STEPS = 15
 
 
-def lines_of(system: Regrow) -> dict[int, list[tuple[float, int]]]:
+def lines_of(system: System) -> dict[int, list[tuple[float, int]]]:
     """{rank: [(CLOCK_MONOTONIC seconds, step)]}"""
     found: dict[int, list[tuple[float, int]]] = {}
     for path in system.log.glob("*.steps"):
@@ -44,7 +51,7 @@ def lines_of(system: Regrow) -> dict[int, list[tuple[float, int]]]:
     return found
 
 
-def applied(system: Regrow, ranks: int) -> list[int]:
+def applied(system: System, ranks: int) -> list[int]:
     """The newest step of each of the first ranks."""
     lines = lines_of(system)
     return [lines[rank][-1][1] if lines.get(rank) else 0 for rank in range(ranks)]
@@ -57,7 +64,7 @@ def settle(system: Regrow, ranks: int) -> None:
     system.until(lambda: (system.job().get("checkpoint") or {}).get("step"), "a checkpoint")
 
 
-def beyond(system: Regrow, at: float, before: int, after: int) -> float:
+def beyond(system: System, at: float, before: int, after: int) -> float:
     """Seconds from the fault until `after` ranks have all applied a step beyond what any of `before` ranks had."""
     frontier = max(step for rank in range(before) for when, step in lines_of(system)[rank] if when <= at)
     system.until(lambda: min(applied(system, after)) > frontier, "a step beyond the frontier")
@@ -83,6 +90,32 @@ def node_and_growth(system: Regrow) -> dict[str, dict[str, Any]]:
     system.until(lambda: len(lines_of(system).get(world - 1, [])) > len(known) + 5, "eight ranks again")
     found["growth"] = {"pause": longest_gap(system, began, time.monotonic())}
     return found
+
+
+def silent(system: Regrow) -> dict[str, Any]:
+    """A node falls silent with all that runs on it; six ranks go on."""
+    world = NODES * SLOTS
+    settle(system, world)
+    at = time.monotonic()
+    for pid in marked(MARK, str(system.state_of("n2"))):
+        os.kill(pid, signal.SIGSTOP)
+    return {"seconds": beyond(system, at, world, world - SLOTS) - SILENCE_SECONDS, "incident": system.incident(0)["phases"]}
+
+
+def torchrun_node(folder: Path, deadline: float) -> dict[str, Any]:
+    """torchrun loses an agent and its workers, and goes on with three."""
+    tuning = ("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2", "--monitor-interval", "0.1")
+    world = NODES * SLOTS
+    with running(Torchrun(folder, deadline, shared=False, least=NODES - 1, tuning=tuning)) as system:
+        system.until(lambda: min(applied(system, world)) > SETTLE_STEPS, "a training system")
+        agents = [psutil.Process(process.pid) for process in system.processes]
+        lost = next(agent for agent in reversed(agents) if not any(one.status == "LISTEN" for one in agent.net_connections("tcp")))
+        workers = lost.children()
+        at = time.monotonic()
+        for process in (lost, *workers):
+            process.kill()
+        system.processes = [process for process in system.processes if process.pid != lost.pid]
+        return {"seconds": beyond(system, at, world, world - SLOTS)}
 
 
 def stop(system: Regrow) -> dict[str, Any]:
@@ -148,15 +181,17 @@ def measure(name: str, root: Path, deadline: float, worlds: tuple[int, ...]) -> 
                 for world in worlds
             }
         }
-    environment = (
+    if name == "torchrun_node":
+        return {name: torchrun_node(root / name, deadline)}
+    environment: dict[str, Any] = (
         {"REGROW_POLICY_HANG_FLOOR_SECONDS": str(HANG_SECONDS)} if name == "stop" else {"REGROW_POLICY_GROWTH_COOLDOWN_SECONDS": "3"}
     )
     with running(Regrow(root / name, deadline, "--global-batch", "64", "--in-place", **environment)) as system:
         assert isinstance(system, Regrow)
         if name == "node":
             return node_and_growth(system)
-        if name == "stop":
-            return {name: stop(system)}
+        if name in ("stop", "silent"):
+            return {name: stop(system) if name == "stop" else silent(system)}
         word = "regrow agent --node n1" if name == "agent" else "regrow supervisor"
         return {name: costs_nothing(system, lambda: kill_all(system, word))}
 
@@ -165,7 +200,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 and 8 ranks only; ends within four minutes")
-    parser.add_argument("--only", default="node,stop,agent,supervisor,ranks")
+    parser.add_argument("--only", default="node,stop,agent,supervisor,silent,torchrun_node,ranks")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,27 +21,41 @@ ARGUMENTS.add_argument("--out", type=Path, required=True, help="folder for step 
 ARGUMENTS.add_argument("--steps", type=int, default=1_000_000)
 ARGUMENTS.add_argument("--pause", type=float, default=0.02, help="seconds that a step sleeps, so that eight ranks leave cores free")
 ARGUMENTS.add_argument("--plain", action="store_true", help="torch alone: for torchrun")
+ARGUMENTS.add_argument("--width", type=int, default=128, help="of the model: how much a step computes")
+ARGUMENTS.add_argument("--batch", type=int, default=8, help="samples of a rank in a step")
+ARGUMENTS.add_argument("--turn", default="", metavar="FILE:WORD", help="take steps only while the file holds this word")
 ARGUMENTS.add_argument("--floors", type=int, default=0, help="with --plain: first measure so many bare re-initialisations")
 
 
-def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(width: int = 128) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
-def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, pause: float) -> float:
-    """One optimizer step, gradients summed over all ranks."""
-    inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step * 1024 + rank))
+def update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    rank: int,
+    pause: float,
+    batch: int = 8,
+    reduce: Callable[[torch.Tensor], object] | None = None,
+    may: Callable[[], bool] = lambda: True,
+) -> float:
+    """One optimizer step, gradients summed over all ranks (or by `reduce`), applied when it `may` be."""
+    inputs = torch.randn(batch, 64, generator=torch.Generator().manual_seed(step * 1024 + rank))
     optimizer.zero_grad()
     loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
     loss.backward()
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
+        (reduce or dist.all_reduce)(parameter.grad)
     time.sleep(pause)
-    optimizer.step()
+    if may():
+        optimizer.step()
     return float(loss.detach())
 
 
@@ -50,6 +65,13 @@ def note(args: argparse.Namespace, rank: int, step: int) -> None:
         log.write(f"{time.monotonic_ns()} {step}\n")
 
 
+def await_turn(args: argparse.Namespace) -> None:
+    """Two systems that are compared step in turn, so that what else the machine does meets both alike."""
+    path, _, word = args.turn.rpartition(":")
+    while path and Path(path).read_text(encoding="ascii") != word:
+        time.sleep(0.01)
+
+
 def plain(args: argparse.Namespace) -> None:
     """As under torchrun: the newest checkpoint is a file that rank 0 replaces after each step, so nothing is computed twice."""
     dist.init_process_group("gloo")
@@ -57,12 +79,13 @@ def plain(args: argparse.Namespace) -> None:
     path = args.out / "checkpoint.pt"
     if args.floors and not path.exists():
         floors(args, rank, path.with_name("floor.pt"))
-    model, optimizer = build()
+    model, optimizer = build(args.width)
     done = load(path, model, optimizer) if path.exists() else 0
     (args.out / f"{rank}.pid").write_text(str(os.getpid()))
     for step in range(done + 1, args.steps + 1):
-        update(model, optimizer, step, rank, args.pause)
-        if rank == 0:
+        await_turn(args)
+        update(model, optimizer, step, rank, args.pause, args.batch)
+        if rank == 0 and not args.turn:
             save(path, model, optimizer, step)
         note(args, rank, step)
 
@@ -114,14 +137,15 @@ def supervised(args: argparse.Namespace) -> None:
     import regrow
 
     run = regrow.attach(global_batch=64, micro_batch=1)
-    model, optimizer = build()
+    model, optimizer = build(args.width)
     state = run.train_state(model=model, optimizer=optimizer)
     state.restore()
     (args.out / f"{run.rank}.pid").write_text(str(os.getpid()))
     for step in run.steps(args.steps):
-        loss = update(model, optimizer, step, run.rank, args.pause)
+        await_turn(args)
+        loss = update(model, optimizer, step, run.rank, args.pause, args.batch)
         note(args, run.rank, step)
-        if run.rank == 0:
+        if run.rank == 0 and not args.turn:
             run.request_save()  # as often as the writer has room: torchrun's side saves at every step
         run.complete(step, loss=loss)
 
