@@ -69,6 +69,10 @@ class Watch(Protocol):
         """Name of a tensor that changed at rest since the last call; empty: none."""
         ...
 
+    def take_copies(self) -> str:
+        """Beside AT_REST, under HSDP: what is compared with the copies of a shard. Once a step; empty: nothing."""
+        ...
+
     def doubt(self, reason: str) -> None:
         """Why the newest snapshot that was not published was not; empty: none was refused."""
         ...
@@ -132,6 +136,10 @@ class NoWatch:
 
     def take_mismatch(self) -> str:
         """No mismatch."""
+        return ""
+
+    def take_copies(self) -> str:
+        """No copies."""
         return ""
 
     def doubt(self, reason: str) -> None:
