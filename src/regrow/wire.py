@@ -74,7 +74,7 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
     peer_memory: bool = False
     """Each node's snapshots are copied into the memory of another node as well."""
     memory_interval_seconds: float = 0.0
-    """Between checkpoints on storage the state is saved into memory alone, so often. 0: never."""
+    """Between checkpoints on storage the state is saved into memory alone, so often; with several nodes as with `peer_memory`. 0: never."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):

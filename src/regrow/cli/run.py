@@ -45,7 +45,10 @@ def run(
     fresh: Annotated[bool, typer.Option(help="Start at step 0 although there are checkpoints, or none can be read.")] = False,
     accept: Annotated[list[str] | None, typer.Option(metavar="FIELD", help="Difference from the checkpoint that is meant.")] = None,
     memory_interval: Annotated[
-        float, typer.Option(help="Seconds between snapshots that stay in memory, besides the checkpoints on storage; 0: none.")
+        float,
+        typer.Option(
+            help="Seconds between snapshots that stay in memory, besides the checkpoints on storage; brings --peer-memory. 0: none."
+        ),
     ] = 0.0,
     peer_memory: Annotated[bool, typer.Option(help="Copy checkpoints into another node's memory too.")] = False,
     hang_seconds: Annotated[float, typer.Option(help="Limit for a step without progress; 0: learned.")] = 0.0,
