@@ -28,9 +28,9 @@ from regrow.store.base import Store
 TRACER = """
 import ctypes, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
-PTRACE_SEIZE = 0x4206
+PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 0x4206, 0x40
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-failed = libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, None)
+failed = libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, PTRACE_O_TRACEEXIT)
 print("failed" if failed else "seized", flush=True)
 time.sleep(600)
 """
@@ -42,7 +42,7 @@ async def test_a_worker_that_never_goes_away_makes_the_node_unusable(scene: Scen
     await scene.up(1)
     await scene.leader.phase(1, "started")
     pid = pids_of(agent, 1)[1]
-    # A tracee that died is told to its tracer first: as long as that one does not wait, nor does the parent's wait return.
+    # It is stopped on its way out, with all that it has open, and no signal moves it: like a thread that is stuck in a driver.
     tracer = await asyncio.create_subprocess_exec(sys.executable, "-c", TRACER, str(pid), stdout=subprocess.PIPE)
     assert tracer.stdout is not None
     if (await tracer.stdout.readline()) != b"seized\n":

@@ -288,6 +288,13 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def recorded(store: Store, key: str, state: str) -> None:
+    """Wait until the outcome is in the store: a leader that ended before that leaves the order to the next one, which repeats it."""
+    async with asyncio.timeout(LIMIT):
+        while (item := await store.get(key)) is None or msgspec.json.decode(item.value, type=orders.Record).state != state:
+            await asyncio.sleep(0.02)
+
+
 async def test_quarantine_and_clear_reach_the_program_over_a_change_of_supervisor(tmp_path: Path) -> None:
     told, store = tmp_path / "told", MemoryStore()
     tool = tmp_path / "tool"
@@ -302,6 +309,7 @@ async def test_quarantine_and_clear_reach_the_program_over_a_change_of_superviso
     await store.transaction([], [Put(Keys("t").quarantined(record.key), msgspec.json.encode(record))])
     async with supervisor(tmp_path / "a", store, loaded):
         await until(lambda: told.exists() and told.read_text() == "out n1 regrow: XID 79\n")
+        await recorded(store, Keys("t").actuated("command", "n1"), "done")
     async with supervisor(tmp_path / "b", store, loaded) as made:
         await until(lambda: made.actuators.counts()["done"] == 1)
         async with httpx.AsyncClient(base_url=f"http://{made.http_address}", trust_env=False, timeout=LIMIT) as client:
