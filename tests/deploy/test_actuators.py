@@ -291,7 +291,7 @@ async def until(condition: Callable[[], Any]) -> None:
 async def recorded(store: Store, key: str, state: str) -> None:
     """Wait until the outcome is in the store: a leader that ended before that leaves the order to the next one, which repeats it."""
     async with asyncio.timeout(LIMIT):
-        while (item := await store.get(key)) is None or msgspec.json.decode(item.value, type=orders.Record).state != state:
+        while (item := await store.get(key)) is None or msgspec.json.decode(item.value, type=orders.Record).state != state:  # noqa: ASYNC110  # the store is another part
             await asyncio.sleep(0.02)
 
 
