@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.world import STARTED, running
+from tests.core.world import STARTED, killed_after_six_steps, running
 
 from regrow import wire
 from regrow.supervisor.core import events as e
@@ -17,12 +17,7 @@ def test_a_job_that_did_not_ask_for_it_restarts_warm() -> None:
 
 
 def test_survivors_go_on_and_their_steps_are_not_lost() -> None:
-    world = running("a", "b", in_place=True)
-    start = world.job.frontier
-    world.commit(start)
-    world.steps(start + 1, start + 6)
-    world.exit(0, signal=9)
-    world.wait(1)
+    world, start = killed_after_six_steps(in_place=True)
     assert world.generation.spec.in_place
     assert world.generation.spec.restore is not None
     assert world.generation.spec.restore.step == start
@@ -38,12 +33,7 @@ def test_survivors_go_on_and_their_steps_are_not_lost() -> None:
 
 
 def test_what_the_disk_gave_back_is_still_lost_work() -> None:
-    world = running("a", "b", in_place=True)
-    start = world.job.frontier
-    world.commit(start)
-    world.steps(start + 1, start + 6)
-    world.exit(0, signal=9)
-    world.wait(1)
+    world, start = killed_after_six_steps(in_place=True)
     lost = world.job.effort.lost_steps
     world.step(start + 1)
     assert world.job.effort.lost_steps == lost

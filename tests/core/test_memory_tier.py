@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.world import running
+from tests.core.world import killed_after_six_steps, running
 
 from regrow import wire
 
@@ -19,11 +19,7 @@ def test_a_job_without_them_is_not_told_of_memory() -> None:
 def test_steps_that_memory_kept_are_not_lost() -> None:
     world = running("a", "b", checkpoint=MEMORY)
     assert not world.generation.spec.memory, "the first generation goes on from what its start says"
-    start = world.job.frontier
-    world.commit(start)
-    world.steps(start + 1, start + 6)
-    world.exit(0, signal=9)
-    world.wait(1)
+    world, start = killed_after_six_steps(checkpoint=MEMORY)
     assert world.generation.spec.memory
     assert world.generation.spec.restore is not None
     assert world.generation.spec.restore.step == start, "what is restored when memory has nothing"
@@ -35,12 +31,7 @@ def test_steps_that_memory_kept_are_not_lost() -> None:
 
 
 def test_what_storage_gave_back_is_still_lost_work() -> None:
-    world = running("a", "b", checkpoint=MEMORY)
-    start = world.job.frontier
-    world.commit(start)
-    world.steps(start + 1, start + 6)
-    world.exit(0, signal=9)
-    world.wait(1)
+    world, start = killed_after_six_steps(checkpoint=MEMORY)
     lost = world.job.effort.lost_steps
     world.step(start + 1)
     assert world.job.effort.lost_steps == lost

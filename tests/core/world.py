@@ -203,6 +203,17 @@ def running(
     return world
 
 
+def killed_after_six_steps(**changes: Any) -> tuple[World, int]:
+    """Two nodes went six steps beyond a checkpoint, lost a worker, and the next generation is there; and that checkpoint's step."""
+    world = running("a", "b", **changes)
+    start = world.job.frontier
+    world.commit(start)
+    world.steps(start + 1, start + 6)
+    world.exit(0, signal=9)
+    world.wait(1)
+    return world, start
+
+
 def plain(value: Any) -> Any:
     """A struct as data."""
     return msgspec.to_builtins(value, str_keys=True)
