@@ -152,7 +152,7 @@ def test_behind_mismatch_and_not_completed() -> None:
 # --- a real job --------------------------------------------------------------------------------------------------
 
 _TOY = """
-import sys, time, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 
 def load(step):
     if step == 3 and dist.get_rank() == 1:
@@ -163,7 +163,7 @@ x = torch.ones(10)
 for step in range(10**9):
     load(step)
     if step == 3:
-        print("ready", flush=True)
+        os.write(1, b"ready\\n")  # one write: the launcher's workers share the pipe, and run without buffers
     dist.all_reduce(x)
     time.sleep(0.01)
 """
@@ -177,12 +177,14 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    assert process.stdout is not None
-    for _ in range(2):
-        assert process.stdout.readline() == "ready\n"
-    yield process
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
 
 
 def test_a_hung_job_of_torchrun_is_explained_within_30_seconds(job: subprocess.Popen[str], tmp_path: Path) -> None:
