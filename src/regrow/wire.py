@@ -66,6 +66,10 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
     keep_last: int = 3
     keep_every_hours: float = 0.0
     """Besides the last ones, one in each interval of so many hours is kept. 0: none."""
+    keep_best: int = 0
+    """Besides those, so many with the best values of `best_metric` (`run.metric`, or "loss"). 0: none."""
+    best_metric: str = ""
+    best_is_highest: bool = False
     min_interval_seconds: float = 0.0
     max_interval_seconds: float = 3600.0
     prior_failures_per_hour: float = 0.0
@@ -394,7 +398,15 @@ class ShardsFailed(_Message, frozen=True, kw_only=True, tag="shards_failed"):
     reason: str
 
 
-PeerMessage = ShardsDurable | ShardsFailed
+class PairCheck(_Message, frozen=True, kw_only=True, tag="pair_check"):
+    """A node asks another one to exchange known bytes with it before it joins. What follows on the connection: agent/exchange.py."""
+
+    node: str
+    nonce: str
+    num_bytes: int
+
+
+PeerMessage = ShardsDurable | ShardsFailed | PairCheck
 
 # --- agent -> supervisor ---------------------------------------------------------------------------------------
 
