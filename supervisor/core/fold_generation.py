@@ -43,6 +43,8 @@ def member_phase(job: JobView, current: GenerationView, event: e.MemberPhase) ->
         return _change(job, generation=_change(current, lost_peer_at=event.at))
     passed = member.phases if event.phase in member.phases else member.phases | {event.phase: event.at}
     current = _change(with_member(current, _change(member, phases=passed, empty_at=None)), progress_at=event.at)
+    if event.phase == "restored" and event.step >= 0:
+        current = _change(current, taken_up=event.step if current.taken_up is None else min(current.taken_up, event.step))
     return _marked(_change(job, generation=current))
 
 
@@ -133,11 +135,15 @@ def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -
     restored = current.spec.restore.step if current.spec.restore else 0
     began_after = event.step - event.num_steps
     incident = open_incident(job)
-    if not _takes_up_memory(current) or current.adopted or incident is None or incident.generation_after != current.number:
+    if not _takes_up_memory(current) or incident is None or incident.generation_after != current.number:
         return job
+    if current.adopted:  # its first step may have been told to the leader before this one: only its members know
+        began_after = current.taken_up if current.taken_up is not None else restored
     num_kept = min(began_after, incident.frontier) - restored
     if num_kept <= 0:
         return job
+    if current.adopted:  # the account of this term begins after the decision that counted those steps as lost
+        return with_incident(job, _change(incident, restored_step=min(began_after, incident.frontier)))
     kept = goodput.rolled_back(job.effort, num_steps=-num_kept, step_seconds=rates.median_step(job) or 0.0)
     job = _change(job, effort=kept, frontier=max(job.frontier, began_after))
     return with_incident(job, _change(incident, restored_step=min(began_after, incident.frontier)))

@@ -184,6 +184,8 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     lost_peer_at: float | None = None
     """When a worker that goes on in place said that a peer is gone: it waits, and does not end."""
     completed_step: int | None = None
+    taken_up: int | None = None
+    """The step after which it began, as its members say who restored a state (the lowest of them)."""
     first_step_at: float | None = None
     progress_at: float | None = None
     """Last completed step or phase."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from world import POLICY, World, hello, running, spec
+from world import POLICY, STARTED, World, hello, killed_after_six_steps, running, spec
 
+from regrow import wire
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import goodput, rates
@@ -29,6 +30,7 @@ def next_leader(old: World, *, after: float = 3.0, ledger: LedgerRecord | None =
             generation=old.generation.spec,
             members=members,
             ledger=old.job.ledger if ledger is None else ledger,
+            incidents=old.job.incidents,
             command="run",
             highest_generation=old.generation.number,
         )
@@ -118,3 +120,29 @@ def test_word_of_a_checkpoint_that_was_removed_since_does_not_bring_it_back() ->
     world.step(11)
     world.commit(11)
     assert 11 in world.job.checkpoints
+
+
+@pytest.mark.parametrize(
+    ("told", "counted"),
+    [
+        pytest.param({"a": 4, "b": 4}, 4, id="both say where they went on"),
+        pytest.param({"a": 4, "b": 3}, 3, id="never more than the lowest says"),
+        pytest.param({"a": 9, "b": 9}, 6, id="never beyond the frontier of the fault"),
+        pytest.param({"a": 0, "b": 0}, 0, id="what storage gave"),
+        pytest.param({}, 0, id="agents that were restarted too do not know"),
+    ],
+)
+def test_a_leader_that_comes_in_mid_recovery_learns_from_the_members_what_they_took_up(told: dict[str, int], counted: int) -> None:
+    """Agents repeat the phases of a generation to each new leader; its first step may have been told to the one before."""
+    old, start = killed_after_six_steps(checkpoint=wire.CheckpointPolicy(memory_interval_seconds=5.0))
+    assert old.generation.spec.memory
+    new = next_leader(old)
+    for node, kept in told.items():
+        for phase in STARTED:
+            step = start + kept if phase == "restored" else -1
+            new.tell(e.MemberPhase(at=new.now, node=node, job="j", generation=new.generation.number, phase=phase, step=step))
+    new.step(start + 8)
+    incident = new.job.incidents[-1]
+    assert incident.closed
+    assert incident.restored_step == start + counted
+    assert incident.frontier == start + 6
