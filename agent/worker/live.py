@@ -2,7 +2,7 @@
 
 A rank's state counts when nothing wrote to it since the boundary of its last completed step: not the optimizer (it may have
 been stopped in the middle of an update), and nobody else (version counters of all tensors tell, so batch statistics that a
-broken forward pass moved are seen too). It is used when every part that a rank of the new mesh needs is held by somebody at
+broken forward pass moved are seen too; `unseen` tells of writes that they do not count). It is used when every part that a rank of the new mesh needs is held by somebody at
 one step that is not older than the checkpoint: always so for replicas (DDP, HSDP), never for shards that died with their
 only holder. Who lacks it gets it from a peer. On another mesh the parts are other ones: then they are cut and carried
 (`handover`).
@@ -25,6 +25,7 @@ import xxhash
 
 from regrow import wire
 from regrow.agent.worker import handover, streams
+from regrow.agent.worker.unseen import Marks
 from regrow.ckpt import flatten, plain, private, rng
 from regrow.ckpt.exchange import Exchange
 from regrow.ckpt.layout import Box
@@ -110,6 +111,8 @@ class LiveState:
         self._samples = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: list[int] = []
+        self._marks = Marks(())
+        self._mark = 0
         self._streams: rng.Streams | None = None
         self._schedules: list[Any] = []
 
@@ -122,9 +125,12 @@ class LiveState:
         if not self._able:
             return
         if not self._versions:
-            self._tensors = {name: flatten.local_of(value) for name, value in self._collect()[0].items()}
+            tensors = self._collect()[0]
+            self._tensors = {name: flatten.local_of(value) for name, value in tensors.items()}
+            self._marks = Marks(value for name, value in tensors.items() if name.startswith("model."))
         self._step, self._samples, self._updating = step, samples, False
         self._versions = [value._version for value in self._tensors.values()]  # noqa: SLF001
+        self._mark = self._marks.take()
         self._streams = rng.now()
         if self._kept is not None:
             self._kept.write(step, self._streams)
@@ -139,7 +145,7 @@ class LiveState:
         known = {name: value.data_ptr() for name, value in self._tensors.items()}
         if {name: value.data_ptr() for name, value in local.items()} != known:
             return None
-        if [value._version for value in local.values()] != self._versions:  # noqa: SLF001
+        if [value._version for value in local.values()] != self._versions or self._marks.take() != self._mark:  # noqa: SLF001
             return None
         return Held(
             step=self._step,

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from regrow import wire
 from regrow.agent.worker import groups, handover, regroup
 from regrow.agent.worker.live import LiveState, Offer, choose
+from regrow.agent.worker.unseen import Marks
 from regrow.ckpt.exchange import alone
 from regrow.ckpt.layout import Box
 from regrow.ids import MeshShape
@@ -162,7 +163,19 @@ def _unannounced(training: Training) -> None:
         training.model[0].weight.add_(1.0)
 
 
-@pytest.mark.parametrize("harm", [Training.backward, _half_an_update, _unannounced], ids=["statistics", "update", "write"])
+def _uncounted(training: Training) -> None:
+    training.model[1].running_mean.data.add_(1.0)  # a forward pass that moves a codebook does so
+
+
+def _uncounted_parameter(training: Training) -> None:
+    training.model[0].weight.detach().numpy()[...] *= 0.5
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [Training.backward, _half_an_update, _unannounced, _uncounted, _uncounted_parameter],
+    ids=["statistics", "update", "write", "data", "numpy"],
+)
 def test_a_torn_state_is_not_held(harm: Any) -> None:
     training = Training(1)
     assert training.live.hold() is None, "no step is complete"
@@ -172,6 +185,30 @@ def test_a_torn_state_is_not_held(harm: Any) -> None:
     training.model.train()
     harm(training)
     assert training.live.hold() is None
+
+
+_IMAGES = torch.zeros(8, 3, 3, 3).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        (torch.zeros(()), True),
+        (torch.zeros(40_000, dtype=torch.bfloat16), True),
+        (torch.nn.Parameter(torch.zeros(400, 100)), True),
+        (torch.nn.Parameter(_IMAGES), True),
+        (torch.zeros(4, 4)[:, :2], False),  # others' elements lie between its own
+        (torch.zeros(0), False),
+    ],
+    ids=["scalar", "buffer", "parameter", "channels last", "columns", "empty"],
+)
+def test_an_uncounted_write_to_a_whole_tensor_is_seen(value: torch.Tensor, seen: bool) -> None:
+    marks = Marks([value])
+    before, versions = marks.take(), value._version
+    assert marks.take() == before
+    value.data.add_(1)
+    assert value._version == versions
+    assert (marks.take() != before) == seen
 
 
 def test_blocked_collectives_are_freed_and_other_connections_live(tmp_path: Path) -> None:
