@@ -14,7 +14,7 @@ from regrow.agent.cleaning import Cleaner
 from regrow.agent.commits import Committer
 from regrow.agent.config import AgentSettings
 from regrow.agent.layout import NodePaths
-from regrow.agent.peer import PeerClient, PeerServer, Report, Settled
+from regrow.agent.peer import PairHandler, PeerClient, PeerServer, Report, Settled
 from regrow.agent.registry import Keys
 from regrow.agent.writerlink import WriterLink
 from regrow.errors import OperationalError
@@ -31,13 +31,20 @@ class Checkpoints:
     """Routes reports of durable shards to the committing agent of their generation, and is that agent when it is named."""
 
     def __init__(
-        self, settings: AgentSettings, paths: NodePaths, store: Store, keys: Keys, *, report: Callable[[wire.CheckpointChanged], None]
+        self,
+        settings: AgentSettings,
+        paths: NodePaths,
+        store: Store,
+        keys: Keys,
+        *,
+        report: Callable[[wire.CheckpointChanged], None],
+        pair: PairHandler | None = None,
     ) -> None:
         self._node = settings.node
         self._store = store
         self._keys = keys
         self._report = report
-        self._server = PeerServer(settings.address, settings.peer_port, self._from_peer, tls=settings.tls("server"))
+        self._server = PeerServer(settings.address, settings.peer_port, self._from_peer, pair=pair, tls=settings.tls("server"))
         self._tls = settings.tls("client")
         self.buddies = Buddies(settings, store, keys, send=self._to_writer)
         self._link = WriterLink(

@@ -21,9 +21,11 @@ from regrow.agent.checkpoints import Checkpoints
 from regrow.agent.config import AgentSettings, hardware_id
 from regrow.agent.dispatch import Dispatcher
 from regrow.agent.health.boot import boot_id
+from regrow.agent.health.burnin_result import FAULT_VARIABLE
 from regrow.agent.launcher import Launcher, ShimDown, ShimNews, ShimOptions, ShimUp
 from regrow.agent.metrics import AgentMetrics
 from regrow.agent.nodeview import NodeView
+from regrow.agent.pairs import Pairs
 from regrow.agent.protocol import StoreChanged, WorkerEnded
 from regrow.agent.reach import Reach
 from regrow.agent.registry import Keys, Registry
@@ -74,7 +76,15 @@ class Agent:
         self.registry = Registry(store, self.keys, ttl_seconds=settings.node_ttl_seconds, on_leader=self.beat.set_leader)
         self.launcher = Launcher(_shim_options(settings), self._shim_news)
         self.socket = WorkerSocket(self.paths.agent_socket, on_line=self._said, on_inject=self._inject)
-        self.checkpoints = Checkpoints(settings, self.paths, store, self.keys, report=self.beat.send)
+        self.pairs = Pairs(
+            settings.node,
+            store,
+            self.keys,
+            address=lambda: self.checkpoints.peer_address,
+            tls=settings.tls("client"),
+            spoil=os.environ.get(FAULT_VARIABLE) == "pairs",
+        )
+        self.checkpoints = Checkpoints(settings, self.paths, store, self.keys, report=self.beat.send, pair=self.pairs.serve)
         self.exits = ExitReader(self.paths, self.socket, self._exited, health.kernel_lines)
         self.dispatcher = Dispatcher(self)
         self.metrics = AgentMetrics(self)
@@ -105,7 +115,7 @@ class Agent:
         self._spawn("orders", self.dispatcher.run_shim_orders())
         self._spawn("exits", self.exits.run())
         self._spawn("checkpoints", self.checkpoints.run())
-        await asyncio.gather(self._await_shim(), self.health.prepare())
+        await asyncio.gather(self._await_shim(), self.health.prepare(self.pairs))
         self._spawn("health", self.health.run(self._health_changed))
         self._spawn("leader", self.registry.follow_leader())
         self._spawn("beat", self.beat.run())

@@ -1,4 +1,4 @@
-"""Agent to agent: what is durable on a node, told to the committing agent of the generation.
+"""Agent to agent: what is durable on a node, told to the committing agent of the generation; and exchanges of known bytes (pairs.py).
 
 A report is kept and sent again on every new connection until the committing agent has settled its step (committed, void
 or refused): nothing is lost when either side restarts, and repeated reports are harmless.
@@ -22,6 +22,7 @@ _BACKOFF_SECONDS = (0.1, 2.0)
 MAX_UNSETTLED = 64
 
 Report = wire.ShardsDurable | wire.ShardsFailed
+PairHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, wire.PairCheck], Awaitable[None]]
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="settled"):
@@ -38,11 +39,19 @@ class PeerServer:
     """The committing agent's port."""
 
     def __init__(
-        self, host: str, port: int, handle: Callable[[Report], Awaitable[Settled | None]], *, tls: security.Tls | None = None
+        self,
+        host: str,
+        port: int,
+        handle: Callable[[Report], Awaitable[Settled | None]],
+        *,
+        pair: PairHandler | None = None,
+        tls: security.Tls | None = None,
     ) -> None:
+        """`pair` takes a connection over when its other side asks for an exchange of known bytes."""
         self._host = host
         self._port = port
         self._handle = handle
+        self._pair = pair
         self._tls = tls
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.StreamWriter] = set()
@@ -89,6 +98,10 @@ class PeerServer:
                 if isinstance(message, wire.Unknown):
                     _log.warning("a peer sent something unknown: %s", message.kind)
                     continue
+                if isinstance(message, wire.PairCheck):
+                    if self._pair is not None:
+                        await self._pair(reader, writer, message)
+                    break
                 settled = await self._handle(message)
                 if settled is not None:
                     writer.write(wire.encode(settled))

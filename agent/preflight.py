@@ -1,8 +1,7 @@
-"""Before a node (re)joins: does it still compute, remember, store and reach its peers? Bounded in time, reported as a whole.
+"""Before a node (re)joins: does it still compute, remember and store? Bounded in time, reported as a whole.
 
 The GPU baseline comes from the same probe and policy as everyday health; memory, matrix product and disk run in a child
-that may hang or die without harm. Pairs for an all-gather test that isolates a bad node in two rounds are chosen here;
-running them is the cluster's business.
+that may hang or die without harm. Whether it exchanges bytes with its peers is the business of agent/pairs.py, at the same time.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,9 +21,6 @@ from regrow.agent.health.preflight_report import UNFINISHED, Preflight
 from regrow.agent.health.prober import Prober
 
 _BURNIN = "regrow.agent.health.burnin"
-_CONNECT_SECONDS = 3.0
-
-Pair = tuple[str, str]
 
 
 async def run(
@@ -33,7 +28,6 @@ async def run(
     *,
     fake_state: Path | None = None,
     expected_gpus: int | None = None,
-    peers: Sequence[str] = (),
     budget_seconds: float = 60.0,
     memory_bytes: int = 64 << 20,
     matrix: int = 384,
@@ -43,13 +37,11 @@ async def run(
     Args:
         state_dir: where the disk check writes.
         expected_gpus: fewer than this fail the GPU baseline; None: any number.
-        peers: host:port that must accept a connection.
     """
     began = time.monotonic()
     groups = await asyncio.gather(
         _gpu_baseline(fake_state, expected_gpus, budget_seconds),
         _burn_in(state_dir, budget_seconds, memory_bytes, matrix),
-        *(_peer(address, min(_CONNECT_SECONDS, budget_seconds)) for address in peers),
     )
     checks = tuple(check for group in groups for check in group)
     return Preflight(ok=all(one.ok for one in checks), seconds=time.monotonic() - began, checks=checks)
@@ -102,48 +94,3 @@ async def _stop(child: asyncio.subprocess.Process) -> None:
                 await child.wait()
         except TimeoutError:
             return
-
-
-async def _peer(address: str, seconds: float) -> list[CheckResult]:
-    began = time.monotonic()
-    host, _, port = address.rpartition(":")
-    problem = ""
-    try:
-        async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            writer.close()
-    except TimeoutError:
-        problem = f"no answer within {seconds:.0f} s"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    return [CheckResult(name=f"peer {address}", ok=not problem, seconds=time.monotonic() - began, detail=problem)]
-
-
-# --- pairs: a bad node is found in two rounds ---------------------------------------------------------------------------
-
-
-def first_round(nodes: Iterable[str]) -> list[Pair]:
-    """Disjoint pairs over all nodes; with an odd number the last one is paired with the first as well."""
-    names = sorted(set(nodes))
-    pairs = list(zip(names[::2], names[1::2], strict=False))
-    if len(names) % 2 and len(names) > 1:
-        pairs.append((names[-1], names[0]))
-    return pairs
-
-
-def second_round(pairs: Sequence[Pair], failed: Callable[[Pair], bool]) -> list[Pair]:
-    """Each node of a failed pair with a node that passed; the good ones are used in turn. Empty: nothing failed, or all did."""
-    suspects = dict.fromkeys(name for pair in pairs if failed(pair) for name in pair)
-    good = list(dict.fromkeys(name for pair in pairs if not failed(pair) for name in pair if name not in suspects))
-    return [(name, good[i % len(good)]) for i, name in enumerate(suspects)] if good else []
-
-
-def isolate(nodes: Iterable[str], works: Callable[[Pair], bool]) -> tuple[str, ...]:
-    """Bad nodes: those that fail with two different partners, the second of them known to be good.
-
-    When every pair of the first round fails there is no good partner: then nobody is named.
-    """
-    pairs = first_round(nodes)
-    results = {pair: works(pair) for pair in pairs}
-    second = second_round(pairs, lambda pair: not results[pair])
-    return tuple(name for name, partner in second if not works((name, partner)))

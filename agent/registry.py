@@ -35,6 +35,10 @@ class Keys:
         """A node's registration."""
         return f"{self._root}/nodes/{node}"
 
+    def offer(self, node: str) -> str:
+        """A node that starts and asks others for an exchange of bytes."""
+        return f"{self._root}/preflight/{node}"
+
     def generation(self, job: str) -> str:
         """A job's generation record: the fence of the data path."""
         return f"{self._root}/jobs/{job}/generation"

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from regrow.agent import layout, preflight
 from regrow.agent.config import AgentSettings
 from regrow.agent.health.history import History
 from regrow.agent.health.monitor import HealthMonitor
-from regrow.agent.health.preflight_report import Preflight
 from regrow.agent.health.sample import NodeSample
+from regrow.agent.joining import Joining
+from regrow.agent.pairs import Pairs
 from regrow.wire import Device, HealthVerdict
-
-_log = logging.getLogger("regrow.agent")
 
 _PREPARE_SECONDS = 15.0
 _TEARDOWN_SECONDS = 15.0
@@ -40,8 +34,8 @@ class HealthSource(Protocol):
         """The verdict now."""
         ...
 
-    async def prepare(self) -> None:
-        """The first look; bounded in time."""
+    async def prepare(self, pairs: Pairs | None = None) -> None:
+        """The check before joining, with `pairs` against other nodes as well, and the first look; bounded in time."""
         ...
 
     async def run(self, on_change: Callable[[HealthVerdict], None]) -> None:
@@ -88,8 +82,9 @@ class NoHealth:
         """Unknown."""
         return HealthVerdict()
 
-    async def prepare(self) -> None:
+    async def prepare(self, pairs: Pairs | None = None) -> None:
         """Nothing to see."""
+        del pairs
 
     async def run(self, on_change: Callable[[HealthVerdict], None]) -> None:
         """Nothing ever changes."""
@@ -127,9 +122,9 @@ class NoHealth:
 class MonitoredHealth:
     """A `HealthMonitor` as source."""
 
-    def __init__(self, monitor: HealthMonitor, check: Callable[[], Awaitable[Preflight | None]] | None = None) -> None:
+    def __init__(self, monitor: HealthMonitor, joining: Joining | None = None) -> None:
         self._monitor = monitor
-        self._check = check
+        self._joining = joining
         self._killed_at: float | None = None
 
     def devices(self) -> tuple[Device, ...]:
@@ -140,9 +135,9 @@ class MonitoredHealth:
         """The verdict now."""
         return self._monitor.verdict
 
-    async def prepare(self) -> None:
+    async def prepare(self, pairs: Pairs | None = None) -> None:
         """The check before joining, then the first look; a probe that hangs is a verdict as well."""
-        report = await self._check() if self._check is not None else None
+        report = await self._joining.check(pairs) if self._joining is not None else None
         if report is not None:
             self._monitor.note_preflight(report)
         with contextlib.suppress(TimeoutError):
@@ -155,7 +150,10 @@ class MonitoredHealth:
         async def report(verdict: HealthVerdict) -> None:
             on_change(verdict)
 
-        await self._monitor.run(report)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._monitor.run(report))
+            if self._joining is not None:
+                both.create_task(self._joining.run(self._monitor.note_preflight))
 
     def sample(self) -> NodeSample | None:
         """The last look at the GPUs."""
@@ -203,30 +201,4 @@ def open_health(settings: AgentSettings) -> HealthSource:
     if kernel_log is not None and not _believed(kernel_log, fake):
         kernel_log = None
     monitor = HealthMonitor(settings.state, period_seconds=settings.health_seconds, fake_state=fake, kmsg=kernel_log)
-    return MonitoredHealth(monitor, functools.partial(_preflight, settings) if settings.preflight_seconds > 0 else None)
-
-
-async def _preflight(settings: AgentSettings) -> Preflight | None:
-    """The check before joining, told in the log and in <state>/preflight.json; None: workers may be at work here."""
-    if await _answers(layout.NodePaths(settings.state).shim_socket):
-        _log.info("preflight skipped: an earlier agent's workers may be at work")
-        return None
-    fake = Path(settings.fake_nvml) if settings.fake_nvml else None
-    report = await preflight.run(settings.state, fake_state=fake, budget_seconds=settings.preflight_seconds)
-    for problem in report.problems:
-        _log.warning("preflight problem: %s", problem)
-    _log.info("preflight ok=%s seconds=%.1f checks=%s", report.ok, report.seconds, [one.name for one in report.checks])
-    try:
-        (settings.state / "preflight.json").write_bytes(msgspec.json.encode(report))
-    except OSError as error:
-        _log.warning("preflight report not written: %s", error.strerror)
-    return report
-
-
-async def _answers(path: Path) -> bool:
-    try:
-        _, writer = await asyncio.open_unix_connection(str(path))
-    except OSError:
-        return False
-    writer.close()
-    return True
+    return MonitoredHealth(monitor, Joining(settings) if settings.preflight_seconds > 0 else None)

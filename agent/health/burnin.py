@@ -24,9 +24,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from regrow.agent.health.burnin_result import CheckResult
+from regrow.agent.health.burnin_result import FAULT_VARIABLE, CheckResult
 
-FAULT_VARIABLE = "REGROW_PREFLIGHT_FAULT"
 _DISK_BYTES = 4 << 20
 _PATTERNS = (0x0000000000000000, 0xFFFFFFFFFFFFFFFF, 0x5555555555555555, 0xAAAAAAAAAAAAAAAA)
 _ROWS, _COLUMNS = 7, 5

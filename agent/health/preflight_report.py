@@ -7,9 +7,15 @@ import msgspec
 from regrow.agent.health.burnin_result import CheckResult
 from regrow.agent.health.findings import Finding
 
-_ELSEWHERE = ("gpus", "peer")
-"""Checks whose problems the everyday probe, or the other side, judges."""
+_ELSEWHERE = "gpus"
+"""The check whose problems the everyday probe judges."""
 UNFINISHED = "burn_in"
+PAIRS = "pairs"
+"""Known bytes exchanged with other nodes: right, nobody was there, or wrong with two of which one is known to be good."""
+PAIRS_UNREACHED = "pairs_unreached"
+"""No exchange came to an end, with several nodes."""
+PAIRS_OPEN = "pairs_open"
+"""An exchange failed, and whose fault it was could not be found out."""
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,14 +31,28 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(f"{one.name}: {one.detail}" for one in self.checks if not one.ok)
 
 
+def with_pairs(report: Preflight, pairs: CheckResult) -> Preflight:
+    """The report with this result in place of an earlier exchange."""
+    checks = (*(one for one in report.checks if not one.name.startswith(PAIRS)), pairs)
+    return Preflight(ok=all(one.ok for one in checks), seconds=max(report.seconds, pairs.seconds), checks=checks)
+
+
 def findings_of(report: Preflight) -> tuple[Finding, ...]:
-    """A wrong answer makes the node unhealthy; a check that did not end in time may be a busy host, and is to be watched."""
-    bad = [one for one in report.checks if not one.ok and not one.name.startswith(_ELSEWHERE)]
-    wrong = [one for one in bad if one.name != UNFINISHED]
+    """A wrong answer makes the node unhealthy; a check that did not end in time may be a busy host, and is to be watched. So is one
+    whose exchanges failed through nobody knows whose fault; one that reaches nobody cannot be in a job, and needs no repair to come back.
+    """
+    bad = [one for one in report.checks if not one.ok and one.name != _ELSEWHERE]
+    wrong = [one for one in bad if one.name not in (UNFINISHED, PAIRS_UNREACHED, PAIRS_OPEN)]
+    late = [one for one in bad if one.name == UNFINISHED]
     found: list[Finding] = []
     if wrong:
         reason = "; ".join(f"{one.name}: {one.detail}" for one in wrong)[:400]
         found.append(Finding(kind="preflight_failed", action="reboot", reason=reason, evidence=report.problems))
-    elif bad:
-        found.append(Finding(kind="preflight_late", action="watch", state="degraded", reason=bad[0].detail, evidence=report.problems))
+    elif late:
+        found.append(Finding(kind="preflight_late", action="watch", state="degraded", reason=late[0].detail, evidence=report.problems))
+    for one in bad:
+        if one.name == PAIRS_UNREACHED:
+            found.append(Finding(kind="preflight_unreached", action="watch", reason=one.detail[:400]))
+        elif one.name == PAIRS_OPEN:
+            found.append(Finding(kind="preflight_open", action="watch", state="degraded", reason=one.detail[:400]))
     return tuple(found)
