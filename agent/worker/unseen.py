@@ -47,6 +47,6 @@ def _views(value: torch.Tensor) -> list[memoryview]:
         return []
     data = local.as_strided((span,), (1,)).view(torch.uint8)
     if not isinstance(value, torch.nn.Parameter) or data.numel() <= _NUM_WINDOWS * _WINDOW_BYTES:
-        return [memoryview(data.numpy())]
+        return [data.numpy().data]
     gap = (data.numel() - _WINDOW_BYTES) // (_NUM_WINDOWS - 1)
-    return [memoryview(data[at * gap : at * gap + _WINDOW_BYTES].numpy()) for at in range(_NUM_WINDOWS)]
+    return [data[at * gap : at * gap + _WINDOW_BYTES].numpy().data for at in range(_NUM_WINDOWS)]
