@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: demo observe test setup system tools lint types soak bench site clean
+.PHONY: demo observe test setup system tools lint types soak bench site sbom clean
 
 demo: setup system ## Train, lose a node, continue, grow back, and prove that nothing was lost
 	$(BIN)/regrow demo $(DEMO)
@@ -42,6 +42,11 @@ bench: setup tools
 
 site: setup ## The documentation as a site in build/site
 	$(BIN)/mkdocs build --strict
+
+sbom: setup ## What the package brings along, as CycloneDX documents in build/
+	mkdir -p build
+	$(BIN)/python deploy/docker/sbom.py --extras security > build/regrow-supervisor.cdx.json
+	$(BIN)/python deploy/docker/sbom.py --extras train,security > build/regrow-agent.cdx.json
 
 clean:
 	rm -rf $(VENV) build dist
