@@ -3,8 +3,10 @@
     .venv/bin/python benchmarks/aggregators.py [--quick] --json
 
 Measured, in CPU time of this process so that a busy machine matters less: a beat on the real beat server (TLS, one connection a
-node, clients in a child process), the same beat as one of many in a frame, a greeting (handshake, hello, welcome), and the turns of
-the decision core at growing sizes (simulated recoveries). No aggregator exists: the table says from which size on one is needed.
+node, clients in a child process), a node's reports of a step, the same beat and reports as one of many in a frame, a greeting (handshake,
+hello, welcome), a connection that was given up before it was taken, a look of the failure detector, and the turns of the decision core
+(simulated recoveries). No aggregator exists: the table says from which size on one is needed. The costs go into
+`regrow simulate --leader --costs FILE`.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import asyncio
 import json
 import os
 import platform
+import socket
 import ssl
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +37,18 @@ from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import Turn, turn
 from regrow.supervisor.core.view import View
 from regrow.supervisor.detector import Silence, Stall
-from regrow.supervisor.sim import constants, models
-from regrow.supervisor.sim.control_plane import DETECTION_SECONDS, FORMING_SECONDS, MOST_CORES, Costs, Load, largest, simulate
+from regrow.supervisor.metrics import Metrics
+from regrow.supervisor.sim import constants, leader_answer, models
 from regrow.supervisor.sim.faults import Fault
+from regrow.supervisor.sim.leader_costs import Costs
 from regrow.supervisor.sim.setup import Setup
 from regrow.supervisor.sim.simulate import run_seed
 from regrow.supervisor.sim.world import World, policy_of
+from regrow.supervisor.steps import Steps
 
 _RANKS = 8
-_NODES = (512, 1024, 2048, 4096, 8192, 16_384)
 _GROUP = 64
+_JOB = "train"
 
 
 def beat(node: int, seq: int) -> wire.Beat:
@@ -55,6 +61,18 @@ def beat(node: int, seq: int) -> wire.Beat:
     return wire.Beat(seq=seq, generation=1, progress=words, memory_ratio=0.5)
 
 
+def reports(node: int, step: int) -> wire.NodeSteps:
+    """What a node says of a step."""
+    first = node * _RANKS
+    each = tuple(
+        wire.StepReport(
+            generation=1, rank=rank, step=step, loss=1.0 if rank == 0 else None, samples=step, step_seconds=1.0, compute_seconds=0.9
+        )
+        for rank in range(first, first + _RANKS)
+    )
+    return wire.NodeSteps(job=_JOB, generation=1, step=step, reports=each)
+
+
 def hello(node: int) -> wire.Hello:
     """The greeting of a stub."""
     return wire.Hello(
@@ -64,43 +82,54 @@ def hello(node: int) -> wire.Hello:
 
 
 class Tables:
-    """What the leader does with a beat: the failure detector and the progress words."""
+    """What the leader does with a beat and with reports: the failure detector, progress words, steps, step times of ranks."""
 
-    def __init__(self, wanted: int = 0) -> None:
-        self.all_came = asyncio.Event()
-        """`wanted` beats were noted."""
+    def __init__(self, nodes: int = 0, wanted: int = 0) -> None:
+        self.came = asyncio.Event()
+        """`wanted` lines were noted; set anew by `expect`."""
         self._wanted = wanted
-        self.num_beats = 0
-        self.num_greeted = 0
+        self.num_lines = 0
         self.silence = Silence(silence_seconds=2.0, look_seconds=0.1)
-        self.stall = Stall(job="train", generation=1, changed_at=0.0)
+        self.stall = Stall(job=_JOB, generation=1, changed_at=0.0)
+        self.steps = Steps(_JOB, 1, {f"n{node}": tuple(range(node * _RANKS, (node + 1) * _RANKS)) for node in range(nodes)})
+        self.metrics = Metrics()
+
+    def expect(self, wanted: int) -> None:
+        """Wait for so many lines from here on."""
+        self.num_lines, self._wanted = 0, wanted
+        self.came.clear()
 
     def greeted(self, hello: wire.Hello, connection: Connection) -> wire.Welcome | wire.Refused:  # noqa: ARG002
         """A stub comes."""
-        self.num_greeted += 1
         self.silence.connected(hello.node, time.monotonic())
         return wire.Welcome(epoch=1, leader="s", beat_seconds=0.5)
 
     def said(self, connection: Connection, message: Any) -> None:
-        """A beat."""
+        """A line."""
         self.note(connection.node, message)
 
-    def note(self, node: str, message: wire.Beat) -> None:
-        """Into the tables."""
+    def note(self, node: str, message: Any) -> None:
+        """Into the tables, as `supervisor.service` and `supervisor.term` do it."""
         now = time.monotonic()
-        self.num_beats += 1
+        self.metrics.said(node, message)
+        self.num_lines += 1
         self.silence.heard(node, now)
-        self.stall.words(message.progress, now)
-        if self.num_beats == self._wanted:
-            self.all_came.set()
+        if isinstance(message, wire.Beat):
+            self.stall.words(message.progress, now)
+            self.steps.words(node, message.progress, now)
+        else:
+            self.stall.moved(now)
+            self.steps.reported(node, message, now)
+        if self.num_lines == self._wanted:
+            self.came.set()
 
     def closed(self, connection: Connection, reason: str) -> None:  # noqa: ARG002
         """A stub goes."""
         self.silence.disconnected(connection.node)
 
 
-async def client(port: int, authority: str, nodes: int, beats: int) -> None:
-    """The child: connects all, then sends `beats` beats a node, evenly over the time."""
+async def client(port: int, authority: str, nodes: int, rounds: int) -> None:
+    """The child: connects all; then, each time it is told to, sends that many beats a node, or reports of steps, evenly over the time."""
     tls = ssl.create_default_context(cafile=authority)
     links: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     for node in range(nodes):
@@ -110,56 +139,81 @@ async def client(port: int, authority: str, nodes: int, beats: int) -> None:
         links.append((reader, writer))
     sys.stdout.write("connected\n")
     sys.stdout.flush()
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    for seq in range(beats):
-        for node, (_, writer) in enumerate(links):
-            writer.write(wire.encode(beat(node, seq)))
-            await asyncio.sleep(0)
-            if node % 8 == 7:
-                await asyncio.sleep(0.002)  # a beat is one wake-up of the server, as it is from nodes that do not know each other
-    for _, writer in links:
-        await writer.drain()
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    loop = asyncio.get_running_loop()
+    while (order := (await loop.run_in_executor(None, sys.stdin.readline)).strip()) in ("beats", "reports"):
+        for seq in range(rounds):
+            for node, (_, writer) in enumerate(links):
+                writer.write(wire.encode(beat(node, seq) if order == "beats" else reports(node, seq + 1)))
+                await asyncio.sleep(0)
+                if node % 8 == 7:
+                    await asyncio.sleep(0.002)  # a line is one wake-up of the server, as it is from nodes that do not know each other
+        for _, writer in links:
+            await writer.drain()
 
 
-async def connected(folder: Path, *, nodes: int, beats: int) -> dict[str, float]:
-    """CPU seconds of a greeting and of a beat."""
+async def connected(folder: Path, *, nodes: int, rounds: int) -> dict[str, float]:
+    """CPU seconds of a greeting, a beat, a node's reports of a step, and a connection that was given up."""
     certificates(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    tables = Tables(nodes * beats)
+    tables = Tables(nodes)
     server = BeatServer(tables, tls=context)
     await server.start("127.0.0.1", 0)
-    words = (sys.executable, __file__, "--client", str(server.port), str(folder / "ca.pem"), str(nodes), str(beats))
+    words = (sys.executable, __file__, "--client", str(server.port), str(folder / "ca.pem"), str(nodes), str(rounds))
     began = time.process_time()
     child = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
     await child.stdout.readline()
-    greeting = (time.process_time() - began) / nodes
-    began = time.process_time()
-    child.stdin.write(b"go\n")
-    await tables.all_came.wait()
-    spent = (time.process_time() - began) / tables.num_beats
+    found = {"greeting": (time.process_time() - began) / nodes}
+    for name, order in (("beat", b"beats\n"), ("report", b"reports\n")):
+        tables.expect(nodes * rounds)
+        began = time.process_time()
+        child.stdin.write(order)
+        await tables.came.wait()
+        found[name] = (time.process_time() - began) / tables.num_lines
     child.stdin.write(b"end\n")
     await child.wait()
+    found["abandoned"] = await abandoned(server, nodes)
     await server.stop()
-    return {"beat": spent, "greeting": greeting}
+    return found
 
 
-def folded(repeats: int) -> float:
-    """CPU seconds of one beat among `_GROUP` in a frame: decoding and tables."""
-    tables = Tables()
+async def abandoned(server: BeatServer, number: int) -> float:
+    """CPU seconds of taking a connection whose other end is gone. Opening and closing it here counts, too."""
+    before = server.num_conversations
+    began = time.process_time()
+    for _ in range(number):
+        with socket.create_connection(("127.0.0.1", server.port)):
+            pass
+    while server.num_conversations < before + number:  # noqa: ASYNC110  # it counts, and tells nobody
+        await asyncio.sleep(0.02)
+    return (time.process_time() - began) / number
+
+
+def folded(make: Callable[[int, int], Any], decode: Callable[[bytes], Any], repeats: int) -> float:
+    """CPU seconds of one line among `_GROUP` in a frame: decoding and tables."""
+    tables = Tables(_GROUP)
     for node in range(_GROUP):
         tables.silence.connected(f"n{node}", 0.0)
     names = [f"n{node}" for node in range(_GROUP)]
-    decoder = msgspec.json.Decoder(list[wire.Beat])
-    frames = [msgspec.json.encode([beat(node, seq) for node in range(_GROUP)]) for seq in range(repeats)]
+    frames = [msgspec.json.encode([make(node, seq) for node in range(_GROUP)]) for seq in range(1, repeats + 1)]
     began = time.process_time()
     for frame in frames:
-        for node, message in zip(names, decoder.decode(frame), strict=True):
+        for node, message in zip(names, decode(frame), strict=True):
             tables.note(node, message)
     return (time.process_time() - began) / (repeats * _GROUP)
+
+
+def look(nodes: int, repeats: int = 200) -> float:
+    """CPU seconds of one look of the failure detector at nodes that are all heard."""
+    silence = Silence(silence_seconds=2.0, look_seconds=0.1)
+    for node in range(nodes):
+        silence.connected(f"n{node}", 0.0)
+    began = time.process_time()
+    for _ in range(repeats):
+        silence.look(1.0)
+    return (time.process_time() - began) / repeats
 
 
 def turns(nodes: int) -> dict[str, float]:
@@ -197,35 +251,32 @@ def main() -> None:
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
-        port, authority, nodes, beats = options.client
-        asyncio.run(client(int(port), authority, int(nodes), int(beats)))
+        port, authority, nodes, rounds = options.client
+        asyncio.run(client(int(port), authority, int(nodes), int(rounds)))
         return
-    nodes, beats = (128, 40) if options.quick else (512, 60)
+    nodes, rounds = (128, 40) if options.quick else (512, 60)
     with tempfile.TemporaryDirectory(prefix="regrow-aggregators-") as folder:
-        network = asyncio.run(connected(Path(folder), nodes=nodes, beats=beats))
-    size = 1024 if options.quick else 2048
+        network = asyncio.run(connected(Path(folder), nodes=nodes, rounds=rounds))
+    size, repeats = (1024, 100) if options.quick else (2048, 500)
     core = turns(size)
     costs = Costs(
-        beat=network["beat"],
-        word=folded(200 if options.quick else 1000),
-        greeting=network["greeting"],
+        **network,
+        word=folded(beat, msgspec.json.Decoder(list[wire.Beat]).decode, repeats),
+        report_word=folded(reports, msgspec.json.Decoder(list[wire.NodeSteps]).decode, repeats),
+        look=look(size) * 1000.0 / size,
         step_turn=core["step"] * 1000.0 / size,
         worst_turn=core["worst"] * 1000.0 / size,
     )
-    sizes = {str(group): {aim: largest(costs, aim, group=group) for aim in ("cpu", "greeting", "detection")} for group in (1, _GROUP)}
-    rows = [msgspec.to_builtins(simulate(costs, Load(nodes=number, group=group))) for group in (1, _GROUP) for number in _NODES]
+    answer = leader_answer.answer(leader_answer.Request(costs=costs, group=_GROUP))
     document = {
         "figures": {
-            "largest_nodes": min(sizes["1"].values()),
-            "largest_nodes_with_aggregators": min(sizes[str(_GROUP)].values()),
+            "largest_nodes": answer["largest_nodes"]["all"],
+            "largest_nodes_with_aggregators": answer["largest_nodes_with_aggregators"]["all"],
         },
-        "limits": {"cores": MOST_CORES, "detection_seconds": DETECTION_SECONDS, "greeting_seconds": FORMING_SECONDS},
-        "samples": {
-            "costs_seconds": msgspec.to_builtins(costs), "largest_by_aim": sizes, "group": _GROUP,
-            "rows": rows, "connections": nodes, "core_nodes": size,
-        },
+        "limits": answer["limits"],
+        "samples": answer | {"connections": nodes, "core_nodes": size},
         "machine": {"python": platform.python_version(), "cores": os.cpu_count(), "load_average": list(os.getloadavg())},
-    }  # fmt: skip
+    }
     sys.stdout.write((json.dumps(document) if options.json else json.dumps(document, indent=2)) + "\n")
 
 

@@ -1,44 +1,40 @@
-"""What a leader's one thread can bear: beats, turns and greetings of N nodes as a queue, with and without aggregators.
+"""What a leader's one thread can bear: beats, step reports, looks and turns of N nodes, with and without aggregators.
 
-The costs are measured (benchmarks/aggregators.py); the queue is simulated: one server, first come first served, every node beats
-with a phase of its own. An aggregator stands for a group of nodes: it folds their beats of one period into one frame.
+The costs are measured (benchmarks/aggregators.py, kept in leader.toml); the queue is simulated: one server, first come first served,
+every node beats with a phase of its own, and who is silent is decided by the failure detector that runs in production. An
+aggregator stands for a group of nodes: it folds their beats of one period, and their reports of one step, into one frame.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterator
 
 import msgspec
 
 from regrow.errors import ConfigurationError
+from regrow.supervisor.detector import Silence
+from regrow.supervisor.sim.leader_costs import Costs
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 """Period of beats, and how long a node may be unheard (supervisor configuration)."""
+LOOK_SECONDS = 0.1
+"""Between two looks of the failure detector (`supervisor.term`)."""
 DETECTION_SECONDS = 3.0
-"""Aim for the detection of a silent host: `SILENCE_SECONDS`, and what its peers' beats wait."""
-FORMING_SECONDS = 10.0
-"""Aim for a cluster that comes to a new leader."""
+"""Aim for the detection of a silent host."""
 MOST_CORES = 0.5
 """Aim for the leader's CPU while a job trains."""
-_SIMULATED_SECONDS = 10.0
-
-
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of the leader's process, each from a measurement."""
-
-    beat: float
-    """One beat of one node on a TLS connection of its own: wake-up, record, decoding, tables."""
-    word: float
-    """The same beat inside a frame of an aggregator: decoding and tables."""
-    greeting: float
-    """One TLS handshake with its hello and welcome."""
-    step_turn: float
-    """The turn that follows a completed step, per thousand nodes."""
-    worst_turn: float
-    """The longest turn of a recovery, per thousand nodes."""
+_SPREAD_SECONDS = 0.05
+"""Assumed: between the first and the last node that reports the same step. Collectives end together."""
+_SIMULATED_SECONDS = 9.0
+_RECOVERY_AT = 1.0
+_LOST_AT = 4.5
+_NUM_LOST = 100
+_CROWDED = 1.5
+"""Share of its thread over which a leader is not simulated: its queue only grows."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +44,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 1
     """Nodes an aggregator stands for; 1: none."""
     step_seconds: float = 2.0
+    unheard_seconds: float = 0.0
+    """How long the nodes of one aggregator are not heard because it died: until they have greeted another one."""
+
+    @property
+    def senders(self) -> int:
+        """Connections of the leader."""
+        return -(-self.nodes // self.group)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,113 +61,148 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     cores: float
     """CPU of the leader's thread while the job trains; 1 is all it has."""
     wait_p99_seconds: float
-    """From a beat's arrival to its being noted, with one recovery in between."""
-    longest_gap_seconds: float
-    """Between two notes of one healthy node: above `SILENCE_SECONDS` it is called silent though it is not. (A queue that grows keeps
-    its order, so that all are late alike: what goes first is detection.)"""
-    greeting_seconds: float
-    """Until all have greeted a new leader."""
+    """From a frame's arrival to its being noted; infinite: the queue only grows."""
+    detection_p50_seconds: float
+    detection_p99_seconds: float
+    """From the loss of a hundred hosts at once (an eighth of all at most) to each being called silent; infinite: one never was."""
+    num_false: int
+    """Healthy nodes that were called silent."""
 
 
 def check(load: Load) -> Load:
     """The same load when it makes sense.
 
     Raises:
-        ConfigurationError: no nodes, or groups of none.
+        ConfigurationError: no nodes, groups of none, no time.
     """
     for name, value in (("nodes", load.nodes), ("group", load.group)):
         if value < 1:
             raise ConfigurationError(f"{name} is {value}", where="a leader's load", hint="give at least 1")
+    if not load.step_seconds > 0 or not math.isfinite(load.step_seconds):
+        raise ConfigurationError(f"a step of {load.step_seconds} s", where="a leader's load", hint="give seconds above 0")
     return load
 
 
+def frame_seconds(costs: Costs, load: Load) -> float:
+    """CPU of one sender's beats of one period."""
+    return costs.beat if load.group == 1 else costs.beat + load.group * costs.word
+
+
+def reports_seconds(costs: Costs, load: Load) -> float:
+    """CPU of one sender's reports of one step."""
+    return costs.report if load.group == 1 else costs.beat + load.group * costs.report_word
+
+
 def cores(costs: Costs, load: Load) -> float:
-    """Mean CPU while training, in cores: frames, the words in them, and a turn a step."""
-    frames = -(-load.nodes // load.group) / BEAT_SECONDS
-    words = load.nodes / BEAT_SECONDS if load.group > 1 else 0.0
-    turns = costs.step_turn * load.nodes / 1000.0 / load.step_seconds
-    return frames * costs.beat + words * costs.word + turns
+    """Mean CPU while training, in cores: frames and the words in them, reports and a turn a step, looks."""
+    frames = load.senders * frame_seconds(costs, load) / BEAT_SECONDS
+    steps = (load.senders * reports_seconds(costs, load) + costs.step_turn * load.nodes / 1000.0) / load.step_seconds
+    looks = costs.look * load.nodes / 1000.0 / LOOK_SECONDS
+    return frames + steps + looks
 
 
-def greeting_seconds(costs: Costs, load: Load) -> float:
-    """CPU seconds, and so at least seconds, until every connection has been greeted: what is left of the thread does it."""
-    left = 1.0 - min(0.99, cores(costs, load))
-    return -(-load.nodes // load.group) * costs.greeting / left
+_Job = tuple[float, int, str, int, float]
+"""(arrival, order among equals, kind, sender, seconds of work) for the leader's thread."""
+
+
+class _Queue:
+    """One leader over a few seconds: steady training, the longest turn of a recovery, then hosts that lose power together."""
+
+    def __init__(self, costs: Costs, load: Load, seed: int) -> None:
+        self.costs, self.load = costs, load
+        rng = random.Random(f"{seed}/beats")  # noqa: S311  # a simulation is to be repeated
+        self.phase = [rng.uniform(0.0, BEAT_SECONDS) for _ in range(load.nodes)]
+        self.frame_phase = self.phase if load.group == 1 else [rng.uniform(0.0, BEAT_SECONDS) for _ in range(load.senders)]
+        self.lost = set(rng.sample(range(load.nodes), min(_NUM_LOST, load.nodes // 8)))
+        self.rng = rng
+        self.silence = Silence(silence_seconds=SILENCE_SECONDS, look_seconds=LOOK_SECONDS)
+        self.waits: list[float] = []
+        self.detected: dict[int, float] = {}
+        self.false: set[int] = set()
+
+    def run(self) -> None:
+        """Serve everything that arrives, in order of arrival."""
+        for node in range(self.load.nodes):
+            self.silence.connected(str(node), 0.0)
+        free_at = 0.0
+        for at, _, kind, sender, seconds in self._arrivals():
+            free_at = max(free_at, at) + seconds
+            if kind == "beat":
+                self.waits.append(free_at - at)
+                for node in self._in_frame(sender, at):
+                    self.silence.heard(str(node), free_at)
+            elif kind == "look":
+                self._look(free_at)
+
+    def _look(self, now: float) -> None:
+        for event in self.silence.look(now):
+            node = int(event.node)
+            if node in self.lost and now >= _LOST_AT:
+                self.detected.setdefault(node, now - _LOST_AT)
+            else:
+                self.false.add(node)
+
+    def _in_frame(self, sender: int, at: float) -> Iterator[int]:
+        """Nodes whose beat is in the frame that left at this instant."""
+        group = self.load.group
+        if sender == 0 and _RECOVERY_AT <= at < _RECOVERY_AT + self.load.unheard_seconds:
+            return
+        for node in range(sender * group, min(self.load.nodes, (sender + 1) * group)):
+            sent = at if group == 1 else at - (at - self.phase[node]) % BEAT_SECONDS
+            if node not in self.lost or sent < _LOST_AT:
+                yield node
+
+    def _arrivals(self) -> Iterator[_Job]:
+        """Beats, looks, steps with their reports, and one long turn, in order. Steps end with the loss: it stops all members."""
+        costs, load = self.costs, self.load
+        frame, reports = frame_seconds(costs, load), reports_seconds(costs, load)
+        heap: list[_Job] = [(phase, number, "beat", number, frame) for number, phase in enumerate(self.frame_phase)]
+        order = load.senders
+        heap.append((LOOK_SECONDS, order, "look", -1, costs.look * load.nodes / 1000.0))
+        heap.append((_RECOVERY_AT, order + 1, "turn", -1, costs.worst_turn * load.nodes / 1000.0))
+        heap.append((load.step_seconds, order + 2, "step", -1, costs.step_turn * load.nodes / 1000.0))
+        heapq.heapify(heap)
+        order += 3
+        periods = {"beat": BEAT_SECONDS, "look": LOOK_SECONDS, "step": load.step_seconds}
+        while heap and heap[0][0] < _SIMULATED_SECONDS:
+            job = heap[0]
+            yield job
+            at, number, kind, sender, seconds = job
+            if kind not in periods or (kind == "step" and at >= _LOST_AT):
+                heapq.heappop(heap)
+                continue
+            heapq.heapreplace(heap, (at + periods[kind], number, kind, sender, seconds))
+            if kind == "step":
+                for one in range(load.senders):
+                    order += 1
+                    heapq.heappush(heap, (at + self.rng.uniform(0.0, _SPREAD_SECONDS), order, "report", one, reports))
 
 
 def simulate(costs: Costs, load: Load, *, seed: int = 1) -> Answer:
-    """Ten seconds of beats, a turn a step, and one recovery's longest turn in the middle."""
-    check(load)
-    rng = random.Random(f"{seed}/beats")  # noqa: S311  # a simulation is to be repeated
-    senders = -(-load.nodes // load.group)
-    service = costs.beat + (load.group * costs.word if load.group > 1 else 0.0)
-    noted: list[float | None] = [None] * senders
-    waits: list[float] = []
-    free_at = gap = 0.0
-    for at, sender, seconds in _arrivals(costs, load, senders, service, rng):
-        free_at = max(free_at, at) + seconds
-        if sender < 0:
-            continue
-        waits.append(free_at - at)
-        last = noted[sender]
-        gap = max(gap, free_at - last) if last is not None else gap
-        noted[sender] = free_at
-    waits.sort()
+    """Nine seconds of a leader.
+
+    Raises:
+        ConfigurationError: a load that makes no sense.
+    """
+    mean = cores(costs, check(load))
+    if mean > _CROWDED:
+        return Answer(
+            nodes=load.nodes, group=load.group, cores=mean, wait_p99_seconds=math.inf, detection_p50_seconds=math.inf,
+            detection_p99_seconds=math.inf, num_false=0,
+        )  # fmt: skip
+    queue = _Queue(costs, load, seed)
+    queue.run()
+    delays = sorted(queue.detected.get(node, math.inf) for node in queue.lost)
     return Answer(
         nodes=load.nodes,
         group=load.group,
-        cores=cores(costs, load),
-        wait_p99_seconds=waits[int(0.99 * (len(waits) - 1))] if waits else 0.0,
-        longest_gap_seconds=gap,
-        greeting_seconds=greeting_seconds(costs, load),
+        cores=mean,
+        wait_p99_seconds=_share(sorted(queue.waits), 0.99),
+        detection_p50_seconds=_share(delays, 0.5),
+        detection_p99_seconds=_share(delays, 0.99),
+        num_false=len(queue.false),
     )
 
 
-def _arrivals(costs: Costs, load: Load, senders: int, service: float, rng: random.Random) -> Iterator[tuple[float, int, float]]:
-    """(instant, sender or -1 for a turn, seconds of work), in order."""
-    heap: list[tuple[float, int, float, float]] = [
-        (rng.uniform(0.0, BEAT_SECONDS), sender, service, BEAT_SECONDS) for sender in range(senders)
-    ]
-    heap.append((load.step_seconds, -1, costs.step_turn * load.nodes / 1000.0, load.step_seconds))
-    heap.append((_SIMULATED_SECONDS / 2, -2, costs.worst_turn * load.nodes / 1000.0, _SIMULATED_SECONDS))
-    heapq.heapify(heap)
-    while heap and heap[0][0] < _SIMULATED_SECONDS:
-        at, sender, seconds, period = heap[0]
-        yield at, sender, seconds
-        heapq.heapreplace(heap, (at + period, sender, seconds, period))
-
-
-def misses(answer: Answer) -> dict[str, float]:
-    """{aim: by how much a leader of that size misses it, as a ratio above 1}."""
-    ratios = {
-        "cpu": answer.cores / MOST_CORES,
-        "greeting": answer.greeting_seconds / FORMING_SECONDS,
-        "detection": (SILENCE_SECONDS + answer.wait_p99_seconds) / DETECTION_SECONDS,
-        "false silence": answer.longest_gap_seconds / SILENCE_SECONDS,
-    }
-    return {name: ratio for name, ratio in ratios.items() if ratio > 1.0}
-
-
-def largest(costs: Costs, aim: str, *, group: int = 1, most_nodes: int = 131_072) -> int:
-    """Largest number of nodes that keeps one aim (cpu, greeting or detection), by halving, to about one per cent.
-
-    The first two are sums; only for detection the queue is simulated, and not beyond twice what its thread can do.
-    """
-    low, high = 1, most_nodes
-    while high - low > max(1, low // 128):
-        middle = (low + high) // 2
-        if _missed(costs, aim, Load(nodes=middle, group=group)):
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-def _missed(costs: Costs, aim: str, load: Load) -> bool:
-    match aim:
-        case "cpu":
-            return cores(costs, load) > MOST_CORES
-        case "greeting":
-            return greeting_seconds(costs, load) > FORMING_SECONDS
-        case _:
-            return cores(costs, load) > 2.0 or aim in misses(simulate(costs, load))
+def _share(ordered: list[float], share: float) -> float:
+    return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0

@@ -13,6 +13,7 @@ from regrow.cli.output import Json, emit
 from regrow.errors import ConfigurationError
 
 _SIZE, _FAULTS, _COST, _RUN, _REAL = "Cluster", "Failures", "Costs, in seconds", "Runs", "Against runs that happened"
+_LEADER = "What one leader bears"
 
 
 def register(app: typer.Typer) -> None:
@@ -59,10 +60,20 @@ def simulate(
     measure: Annotated[
         list[Path] | None, typer.Option(help="Journals in which --against measures its delays. Repeatable.", rich_help_panel=_REAL)
     ] = None,
+    leader: Annotated[
+        bool, typer.Option("--leader", help="No training: beats, reports and greetings of a leader's one thread.", rich_help_panel=_LEADER)
+    ] = False,
+    group: Annotated[int, typer.Option(help="Nodes that an aggregator stands for.", rich_help_panel=_LEADER)] = 64,
+    costs: Annotated[
+        Path | None, typer.Option(help="What benchmarks/aggregators.py --json printed, or TOML like leader.toml.", rich_help_panel=_LEADER)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Goodput of a policy on a failure trace, by the production decision core in virtual time."""
     flags: dict[str, Any] = dict(locals())
+    if leader or costs is not None:
+        _leader(group, costs, seed, as_json=json)
+        return
     if against or measure:
         _against(against or [], measure or [], seeds, as_json=json)
         return
@@ -81,6 +92,19 @@ def simulate(
             typer.echo(line)
 
     emit(document, as_json=json, human=human)
+
+
+def _leader(group: int, costs: Path | None, seed: int, *, as_json: bool) -> None:
+    from regrow.supervisor.sim import leader_answer, leader_costs
+
+    request = leader_answer.Request(costs=leader_costs.load(costs), group=group, seed=seed)
+    document = leader_answer.answer(request)
+
+    def human() -> None:
+        for line in leader_answer.text(document):
+            typer.echo(line)
+
+    emit(document, as_json=as_json, human=human)
 
 
 def _against(journals: list[Path], measured_in: list[Path], seeds: int, *, as_json: bool) -> None:
