@@ -272,7 +272,7 @@ def _alive(pid: int) -> bool:
 
 @asynccontextmanager
 async def supervisor(tmp_path: Path, store: Store, actuators: settings.ActuatorConfig) -> AsyncIterator[Supervisor]:
-    config = SupervisorConfig(cluster="t", store="memory://", state=str(tmp_path / "s"), ttl=2.0, name="s0")
+    config = SupervisorConfig(cluster="t", store="memory://", state=str(tmp_path / "s"), ttl=LIMIT, name="s0")
     made = Supervisor(config, Policy(takeover_seconds=0.1), actuators=actuators, store=store)
     running = asyncio.create_task(made.run())
     try:

@@ -78,7 +78,7 @@ def test_every_byte_of_them_is_verified() -> None:
 
 
 async def run_to_its_end(store: Store, tmp_path: Path) -> Supervisor:
-    config = SupervisorConfig(cluster="local", store="memory://", state=str(tmp_path / "s"), ttl=2.0, name="s0")
+    config = SupervisorConfig(cluster="local", store="memory://", state=str(tmp_path / "s"), ttl=LIMIT, name="s0")
     made = Supervisor(config, Policy(), store=store)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(LIMIT):

@@ -28,7 +28,8 @@ class Serving:
         assert self._ready.wait(LIMIT)
 
     async def _main(self, folder: str) -> None:
-        config = SupervisorConfig(cluster="t", store="memory://", state=folder, ttl=2.0, name="s0")
+        # nobody takes over on a busy machine: a node that joined stays
+        config = SupervisorConfig(cluster="t", store="memory://", state=folder, ttl=LIMIT, name="s0")
         store = MemoryStore()
         self.made = Supervisor(config, Policy(), store=store, on_serving=lambda _status: self._ready.set())
         await self.made.run()

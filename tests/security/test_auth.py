@@ -35,7 +35,7 @@ def token_file(tmp_path: Path, names: dict[str, str] = SECRETS) -> Path:
 
 @asynccontextmanager
 async def supervisor(tmp_path: Path, **changes: object) -> AsyncIterator[Supervisor]:
-    config = SupervisorConfig(cluster="t", store="memory://", state=str(tmp_path / "s"), ttl=2.0, name="s0", **changes)  # type: ignore[arg-type]
+    config = SupervisorConfig(cluster="t", store="memory://", state=str(tmp_path / "s"), ttl=LIMIT, name="s0", **changes)  # type: ignore[arg-type]
     store = MemoryStore()
     made = Supervisor(config, Policy(), store=store)
     running = asyncio.create_task(made.run())
