@@ -1,4 +1,4 @@
-"""The container image: built without an index of packages on a Debian of its own, and run; its health check against a real supervisor."""
+"""The container images: built without an index of packages on a Debian of their own, and run; the health check against a real supervisor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from regrow.store.embedded import EmbeddedEtcd
 from regrow.store.memory import MemoryStore
 from regrow.supervisor.config import SupervisorConfig
 from regrow.supervisor.core.policy import Policy
@@ -62,9 +64,12 @@ class Buildah:
         return (done.stdout + done.stderr).strip()
 
 
+EXTRAS = {"supervisor": "security", "agent": "train,security"}
+
+
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    """localhost/supervisor, from the wheel of this tree and wheels that are fetched beforehand."""
+    """localhost/supervisor and localhost/agent, from the wheel of this tree and wheels that are fetched beforehand."""
     folder = tmp_path_factory.mktemp("image")
     buildah, context = Buildah(folder), folder / "context"
     debootstrap = shutil.which("mmdebstrap")
@@ -82,23 +87,13 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     )
     (wheel,) = (context / "dist").glob("*.whl")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(context / "wheels")]
-    subprocess.run([*pip, f"{wheel}[security]"], check=True, capture_output=True)
-    arguments = {"BASE": "localhost/base", "EXTRAS": "security", "PIP_ARGS": "--no-index --find-links /context/wheels"}
-    given = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-    file = str(context / "deploy/docker/Dockerfile")
-    buildah(
-        "bud",
-        "--isolation",
-        "chroot",
-        "--format",
-        "docker",
-        *given,
-        "-f",
-        file,
-        "-t",
-        "localhost/supervisor",
-        str(context),
-    )
+    torch = f"torch=={version('torch').partition('+')[0]}"  # as it is here: the newest one may bring gigabytes for GPUs
+    for name, extras in EXTRAS.items():
+        subprocess.run([*pip, f"{wheel}[{extras}]", *([torch] if "train" in extras else [])], check=True, capture_output=True)
+        arguments = {"BASE": "localhost/base", "EXTRAS": extras, "PIP_ARGS": "--no-index --find-links /context/wheels"}
+        given = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
+        file = str(context / "deploy/docker/Dockerfile")
+        buildah("bud", "--isolation", "chroot", "--format", "docker", *given, "-f", file, "-t", f"localhost/{name}", str(context))
     yield buildah
     buildah("rm", "--all", check=False)
     buildah("rmi", "--all", "--force", check=False)
@@ -121,6 +116,9 @@ def test_the_image_runs_as_nobody_without_torch_and_leads(image: Buildah) -> Non
     probe = "import importlib.util as u; print([n for n in ('torch', 'pip', 'cryptography', 'regrow') if u.find_spec(n)])"
     assert run("/opt/regrow/bin/python", "-c", probe) == "['cryptography', 'regrow']"
     assert run("regrow", "--version").startswith("regrow ")
+    listed = {part["name"] for part in json.loads(run("cat", "/opt/regrow/sbom.cdx.json"))["components"]}
+    assert {"msgspec", "cryptography", "libc6", "python3"} <= listed
+    assert not {"torch", "pip", "pytest"} & listed
     script = (
         "regrow supervisor --store memory:// --cluster t >/state/log 2>&1 & p=$!; "
         "for i in $(seq 600); do python3 /opt/regrow/healthy.py 2>/dev/null && break; sleep 0.1; done; "
@@ -129,3 +127,40 @@ def test_the_image_runs_as_nobody_without_torch_and_leads(image: Buildah) -> Non
     said = run("sh", "-c", script)
     assert "alive" in said.splitlines(), said
     assert "dead" in said.splitlines(), said
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+async def test_an_agents_image_trains_under_a_supervisors_image(image: Buildah, tmp_path: Path) -> None:
+    """Both as containers that share this machine's network, with an etcd outside of them; the job is submitted from the supervisor's."""
+    etcd = EmbeddedEtcd(tmp_path / "etcd")
+    await etcd.start()
+    agent, control = (image("from", f"localhost/{name}").splitlines()[-1] for name in ("agent", "supervisor"))
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+
+    def run(container: str, script: str) -> str:
+        return image("run", "--isolation", "chroot", "-v", f"{shared}:/shared:ro", container, "--", "sh", "-c", script, check=False)
+
+    joined = (
+        f"regrow agent --node n1 --cluster t --store {etcd.url} --slots 2 --kernel-log '' --health-seconds 0 >/state/log 2>&1 & p=$!; "
+        "for i in $(seq 1200); do [ -e /state/agent.sock ] && python3 /opt/regrow/healthy.py 2>/dev/null && break; sleep 0.1; done; "
+        "python3 /opt/regrow/healthy.py && echo alive; id -u; "
+        "for i in $(seq 4000); do [ -e /shared/over ] && break; sleep 0.1; done; kill $p; wait $p; echo ended $?; cat /state/log"
+    )
+    controlled = (
+        f"regrow supervisor --store {etcd.url} --cluster t >/state/log 2>&1 & p=$!; "
+        "for i in $(seq 600); do python3 /opt/regrow/healthy.py 2>/dev/null && break; sleep 0.1; done; "
+        f"regrow run --plain --store {etcd.url} --cluster t --job j --run-dir /state/j --nproc-per-node 2 --global-batch 16 --micro-batch 2 -m regrow.chaos.job --steps 20; "
+        "echo trained $?; kill $p; wait $p; cat /state/log"
+    )
+    try:
+        agents = asyncio.create_task(asyncio.to_thread(run, agent, joined))
+        said = await asyncio.to_thread(run, control, controlled)
+        (shared / "over").touch()
+        told = await agents
+    finally:
+        await etcd.stop()
+    assert "trained 0" in said.splitlines(), said + told
+    assert {"alive", "10001", "ended 0"} <= set(told.splitlines()), told
