@@ -41,9 +41,10 @@ class Cleaner:
             choices = await asyncio.to_thread(
                 retention.prune,
                 folder,
-                retention.Retention(keep_last=self._policy.keep_last, keep_every_seconds=self._policy.keep_every_hours * 3600.0),
+                self._retention(),
                 generation=self._spec.generation,
                 protected=self._protected([found for _, _, found in known]),
+                barred={Path(found.directory).name for _, _, found in known if found.damaged},
                 recycle=True,
             )
             removed = {choice.name for choice in choices if not choice.keep}
@@ -55,6 +56,16 @@ class Cleaner:
             return
         if removed:
             _log.info("retention removed=%d kept=%d", len(removed), len(choices) - len(removed))
+
+    def _retention(self) -> retention.Retention:
+        policy = self._policy
+        return retention.Retention(
+            keep_last=policy.keep_last,
+            keep_every_seconds=policy.keep_every_hours * 3600.0,
+            keep_best=policy.keep_best,
+            best_metric=policy.best_metric,
+            best_is_highest=policy.best_is_highest,
+        )
 
     def _protected(self, records: list[wire.CheckpointRecord]) -> set[str]:
         names = {Path(self._spec.restore.directory).name} if self._spec.restore and self._spec.restore.directory else set[str]()

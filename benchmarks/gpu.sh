@@ -1,5 +1,5 @@
 #!/bin/sh
-# All checks that need an NVIDIA GPU, in one short run (about two minutes): real NVML, digest speed, device-to-host staging,
+# All checks that need an NVIDIA GPU, in one short run (about two minutes): real NVML, digest speed, device-to-host staging, a snapshot,
 # NCCL re-initialisation, and kill -> memory free -> context -> first GEMM. Prints one JSON line a check; exit 1 if one fails.
 # Not run by CI. Without a GPU it says so and exits with 3.
 set -u
@@ -35,6 +35,21 @@ for _ in range(2):
     stream.synchronize(); seconds = time.perf_counter() - start
 print(json.dumps({"check": "staging", "gb_per_second": source.nbytes / seconds / 1e9}))
 assert torch.equal(target[:1000], source[:1000].cpu())
+P
+
+step snapshot <<'P'
+import json, mmap, time, torch
+from regrow.ckpt.flatten import Item
+from regrow.ckpt.layout import Box, lay_out
+from regrow.ckpt.snapshot import Snapshotter
+value = torch.randn(2**16, 2**11, device="cuda"); box = Box("w", "float32", tuple(value.shape), (0, 0), tuple(value.shape))
+image = lay_out([box]); arenas = [mmap.mmap(-1, image.plan.file_bytes) for _ in range(2)]
+made = Snapshotter(image, arenas); made.bind({"w": Item(box, value)}); times = []
+for arena in (0, 1, 0):
+    torch.cuda.synchronize(); start = time.perf_counter(); value.add_(1.0); assert made.copy(arena) is None; times.append(time.perf_counter() - start)
+(chunk,) = image.plan.chunks; stored = torch.frombuffer(arenas[0], dtype=torch.float32, offset=chunk.at, count=value.numel()).view_as(value)
+print(json.dumps({"check": "snapshot", "gb_per_second": value.nbytes / times[-1] / 1e9, "pinned": stored.is_pinned()}))
+assert torch.equal(stored, value.cpu()) and stored.is_pinned()
 P
 
 step nccl <<'P'

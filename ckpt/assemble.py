@@ -33,7 +33,7 @@ class Checkpoint:
         self.record = read_record(directory)
         self.manifests = read_manifests(directory, self.record)
         self.source: Source = source_of(self.manifests)
-        self._reader = ShardReader(directory, self.source.block_bytes)
+        self._reader = ShardReader(directory, self.source.block_bytes, places=self.source.places)
         self._reader.open_files({file for stored in self.source.tensors.values() for file, _ in stored})
 
     def __enter__(self) -> Self:

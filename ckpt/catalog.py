@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from regrow.ckpt.manifest import DAMAGED_NAME, DamagedCheckpointError, Parent, Record, parse_directory, read_record
+from regrow.ckpt.manifest import DAMAGED_NAME, DamagedCheckpointError, Metric, Parent, Record, parse_directory, read_record
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape
 from regrow.wire import RestorePoint
@@ -42,6 +42,7 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True):
     parent: Parent | None = None
     written_at: float = 0.0
     facts: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
 
     @property
     def name(self) -> str:
@@ -115,6 +116,7 @@ def read_entry(directory: Path) -> CatalogEntry:
         parent=record.parent,
         written_at=record.written_at,
         facts=record.facts,
+        metrics=record.metrics,
     )
 
 
@@ -195,6 +197,19 @@ def check_writable(path: str | Path) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise ConfigurationError(f"the checkpoint folder cannot be written: {error.strerror}", where=str(path), hint=hint) from error
+
+
+def check_own(path: str | Path, job: str) -> None:
+    """For a fresh start: a folder with another job's checkpoints would take none of this one's.
+
+    Raises:
+        ConfigurationError: it holds some, with the job's name.
+        OperationalError: the folder cannot be listed.
+    """
+    for entry in scan(path):
+        if entry.state == "restorable" and entry.job != job:
+            hint = "give this job a folder of its own, or go on from them without --fresh"
+            raise ConfigurationError(f"holds checkpoints of job {entry.job} ({entry.name})", where=str(path), hint=hint)
 
 
 def highest_generation(path: str | Path) -> int:

@@ -19,14 +19,19 @@ from regrow.ckpt.manifest import (
     DCP_METADATA_NAME,
     RECORD_NAME,
     FileEntry,
+    Metric,
     NodeManifest,
     Parent,
     RankManifest,
     Record,
+    container_digest,
     decode_manifest,
     digest,
     encode,
+    newest_metrics,
     seal,
+    stored,
+    version_for,
 )
 from regrow.errors import FencedError, OperationalError
 from regrow.ids import MeshShape
@@ -186,6 +191,7 @@ def write_record(pending: PendingCommit, *, written_at: float) -> Record:
         check_coverage(ranks)
         entries = catalog.scan(directory.parent)
         own = next((entry for entry in entries if entry.name == directory.name and entry.sequence >= 0), None)
+        _check_owner(pending, entries)
         _check_fence(pending, entries)
         sequence = own.sequence if own else max((0, *(entry.sequence for entry in entries))) + 1
         index = dcp.metadata(ranks)
@@ -227,11 +233,11 @@ def _read_reported(directory: Path, pending: PendingCommit) -> list[NodeManifest
         token = (manifest.job, manifest.epoch, manifest.generation, manifest.step)
         if token != (pending.job, pending.epoch, pending.generation, pending.step):
             raise OperationalError("manifest is of another job, generation or step", where=str(directory / report.manifest))
-        for rank in manifest.ranks:
-            size = (directory / rank.file).stat().st_size
-            if size != rank.size_bytes or rank.rank in seen:
-                raise OperationalError(f"{rank.file} is not what node {report.node} reported", where=str(directory))
-            seen.add(rank.rank)
+        for name, held in stored(manifest.ranks).items():
+            size = (directory / name).stat().st_size
+            if size != sum(rank.size_bytes for rank in held) or seen & {rank.rank for rank in held}:
+                raise OperationalError(f"{name} is not what node {report.node} reported", where=str(directory))
+            seen |= {rank.rank for rank in held}
         manifests.append(manifest)
     if seen != set(range(pending.world_size)):
         raise OperationalError(f"ranks {sorted(set(range(pending.world_size)) - seen)} are missing", where=str(directory))
@@ -262,11 +268,29 @@ def check_coverage(ranks: list[RankManifest]) -> None:
             )
 
 
-def _check_fence(pending: PendingCommit, entries: list[catalog.CatalogEntry]) -> None:
+def _ancestors(pending: PendingCommit, entries: list[catalog.CatalogEntry]) -> set[str]:
     ancestors = {pending.parent.directory} if pending.parent else set[str]()
     for entry in entries:  # newest first: children come before their parents
         if entry.name in ancestors and entry.parent:
             ancestors.add(entry.parent.directory)
+    return ancestors
+
+
+def _check_owner(pending: PendingCommit, entries: list[catalog.CatalogEntry]) -> None:
+    """One job a folder: its retention deletes what the other needs. A job that goes on from another's checkpoint takes the folder over."""
+    ancestors = _ancestors(pending, entries)
+    since = max((entry.sequence for entry in entries if entry.name in ancestors), default=-1)
+    for entry in entries:
+        if entry.state == "restorable" and entry.sequence > since and entry.job != pending.job:
+            raise OperationalError(
+                f"the folder is that of job {entry.job}: it holds {entry.name}, from which job {pending.job} does not go on",
+                where=str(Path(pending.directory).parent),
+                hint="give each job a checkpoint folder of its own; `regrow ckpt fork` starts one from another's checkpoint",
+            )
+
+
+def _check_fence(pending: PendingCommit, entries: list[catalog.CatalogEntry]) -> None:
+    ancestors = _ancestors(pending, entries)
     family = {entry.generation for entry in entries if entry.name in ancestors and entry.sequence >= 0}
     if pending.parent:
         family.add(pending.parent.generation)
@@ -283,16 +307,16 @@ def _check_fence(pending: PendingCommit, entries: list[catalog.CatalogEntry]) ->
 def _record(pending: PendingCommit, manifests: list[NodeManifest], index: bytes, sequence: int, written_at: float) -> Record:
     files: list[FileEntry] = []
     facts: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
     for manifest, report in zip(manifests, pending.reports, strict=True):
         facts |= manifest.facts
+        metrics = newest_metrics(metrics, manifest.metrics)
         size = (Path(pending.directory) / report.manifest).stat().st_size
         files.append(FileEntry(name=report.manifest, size_bytes=size, digest=report.manifest_digest, kind="manifest", node=report.node))
-        files.extend(
-            FileEntry(name=rank.file, size_bytes=rank.size_bytes, digest=rank.digest, kind="shards", rank=rank.rank, node=manifest.node)
-            for rank in manifest.ranks
-        )
+        files.extend(_shards(name, held, manifest.node) for name, held in stored(manifest.ranks).items())
     files.append(FileEntry(name=DCP_METADATA_NAME, size_bytes=len(index), digest=digest(index), kind="metadata"))
     return Record(
+        version=version_for(rank for manifest in manifests for rank in manifest.ranks),
         job=pending.job,
         epoch=pending.epoch,
         generation=pending.generation,
@@ -306,7 +330,15 @@ def _record(pending: PendingCommit, manifests: list[NodeManifest], index: bytes,
         num_bytes=sum(file.size_bytes for file in files),
         written_at=written_at,
         facts=facts,
+        metrics=metrics,
     )
+
+
+def _shards(name: str, held: list[RankManifest], node: str) -> FileEntry:
+    size = sum(rank.size_bytes for rank in held)
+    if held[0].container:
+        return FileEntry(name=name, size_bytes=size, digest=container_digest(held), kind="shards", node=node)
+    return FileEntry(name=name, size_bytes=size, digest=held[0].digest, kind="shards", rank=held[0].rank, node=node)
 
 
 def publish(directory: Path, name: str, data: bytes) -> None:

@@ -15,14 +15,14 @@ _CONTIGUOUS = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 
 def metadata(ranks: list[RankManifest]) -> bytes:
     """The pickled `Metadata` of a checkpoint (torch >= 2.1 reads it)."""
-    chunks: dict[str, list[tuple[str, Chunk]]] = {}
+    chunks: dict[str, list[tuple[RankManifest, Chunk]]] = {}
     for rank in ranks:
         for chunk in rank.chunks:
-            chunks.setdefault(chunk.name, []).append((rank.file, chunk))
+            chunks.setdefault(chunk.name, []).append((rank, chunk))
     storage = _Items()
     for placed in chunks.values():
-        for number, (file, chunk) in enumerate(placed):
-            storage.add(_index(chunk, number), _location(file, chunk))
+        for number, (rank, chunk) in enumerate(placed):
+            storage.add(_index(chunk, number), _location(rank, chunk))
     described = {name: _tensor(placed) for name, placed in sorted(chunks.items())}
     return pickles.dumps(
         Instance(
@@ -50,7 +50,7 @@ def _size(values: tuple[int, ...]) -> Call:
     return Call(Name("torch", "Size"), (values,))
 
 
-def _tensor(placed: list[tuple[str, Chunk]]) -> Instance:
+def _tensor(placed: list[tuple[RankManifest, Chunk]]) -> Instance:
     first = placed[0][1]
     properties = Instance(Name(_MODULE, "TensorProperties"), (Name("torch", first.dtype), _STRIDED, False, _CONTIGUOUS, False))
     parts = [
@@ -65,6 +65,7 @@ def _index(chunk: Chunk, number: int) -> Instance:
     return Instance(Name(_MODULE, "MetadataIndex"), {"fqn": chunk.name, "offset": _size(chunk.offsets), "index": number})
 
 
-def _location(file: str, chunk: Chunk) -> Instance:
-    state = {"relative_path": file, "offset": chunk.envelope[0], "length": chunk.envelope[1]}
+def _location(rank: RankManifest, chunk: Chunk) -> Instance:
+    path, start = (rank.container, rank.container_at) if rank.container else (rank.file, 0)
+    state = {"relative_path": path, "offset": start + chunk.envelope[0], "length": chunk.envelope[1]}
     return Instance(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)

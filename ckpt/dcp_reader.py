@@ -94,7 +94,7 @@ class RegrowReader(StorageReader):
                 sizes = tuple(item.lengths)
                 work.append((Piece(file, chunk, tuple(item.storage_offsets), (0,) * len(sizes), sizes), target))
             done.append((item, target))
-        load_pieces(self._directory, self._source.block_bytes, work)
+        load_pieces(self._directory, self._source, work)
         for item, target in done:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()

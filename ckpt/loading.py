@@ -85,14 +85,14 @@ def load_items(
             continue
         needed += item.box.nbytes
         work += [(piece, _target(item.local, piece)) for piece in pieces(source, item.box)]
-    reader = ShardReader(directory, source.block_bytes, memory, peers=peers)
+    reader = ShardReader(directory, source.block_bytes, memory, peers=peers, places=source.places)
     _load_pieces(reader, work, threads, frozenset(alone))
     return Loaded(needed, reader.bytes_read, reader.bytes_from_memory, reader.bytes_from_peers)
 
 
-def load_pieces(directory: Path, block_bytes: int, work: list[tuple[Piece, torch.Tensor]], *, threads: int = 0) -> int:
+def load_pieces(directory: Path, source: Source, work: list[tuple[Piece, torch.Tensor]], *, threads: int = 0) -> int:
     """Fill each target with its piece; returns the bytes read. Arguments and errors as for `load_items`."""
-    reader = ShardReader(directory, block_bytes)
+    reader = ShardReader(directory, source.block_bytes, places=source.places)
     _load_pieces(reader, work, threads)
     return reader.bytes_read
 

@@ -7,6 +7,7 @@ an older reader would misread. docs/checkpoint-format.md tells the same for peop
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,10 @@ from regrow.ids import MeshShape
 T = TypeVar("T")
 
 FORMAT = "regrow-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The highest that is read."""
+PLAIN_VERSION = 1
+"""Of checkpoints in which each rank has a file of its own."""
 BLOCK_BYTES = 1 << 20
 """Tensor data is checksummed in blocks of this size, counted from the start of each chunk."""
 
@@ -78,6 +82,9 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     gap_digest: str
     """Of all bytes outside chunk data, in file order."""
     chunks: tuple[Chunk, ...]
+    container: str = ""
+    """File that holds this one, from byte `container_at` on; empty: it is a file by itself. Offsets of chunks do not count that."""
+    container_at: int = 0
     private: dict[str, Any] = {}
     """This rank's own state as plain data: RNG of each generator, optimizer groups, loader position."""
 
@@ -101,11 +108,19 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any] = {}
 
 
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """A number that says how good a state is, and the completed step whose state it is of."""
+
+    value: float
+    """Finite."""
+    step: int
+
+
 class NodeManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What one node wrote for one step. The file is `node-<node>.json`."""
 
     format: str = FORMAT
-    version: int = FORMAT_VERSION
+    version: int = PLAIN_VERSION
     block_bytes: int = BLOCK_BYTES
     job: str
     epoch: int
@@ -117,6 +132,8 @@ class NodeManifest(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankManifest, ...]
     facts: dict[str, Any] = {}
     """Job-wide state and facts as rank 0 told them; empty on other nodes."""
+    metrics: dict[str, Metric] = {}
+    """What this node's ranks were told by the script, by name, at or before the step."""
     parent: Parent | None = None
     buddy: str = ""
     """Node that was to keep a copy of these files in memory; empty: none."""
@@ -129,7 +146,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     digest: str
     kind: str
-    """shards (digest as in RankManifest), manifest or metadata (digest of the bytes)."""
+    """shards (digest as in RankManifest, of a container as `container_digest`), manifest or metadata (digest of the bytes)."""
     rank: int = -1
     node: str = ""
 
@@ -138,7 +155,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """`record.json`, written last: with it the directory is a checkpoint, without it it is nothing."""
 
     format: str = FORMAT
-    version: int = FORMAT_VERSION
+    version: int = PLAIN_VERSION
     job: str
     epoch: int
     generation: int
@@ -154,8 +171,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     written_at: float = 0.0
     """Unix seconds by the clock of the committing node, for people."""
     facts: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
+    """By name; retention can keep the best of one (`regrow.ckpt.retention`)."""
     digest: str = ""
     """Of the file's bytes without these 32 digits. The last field."""
+
+
+def newest_metrics(one: Mapping[str, Metric], other: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Both, and of a name that both have what is of the later step; the first wins where the steps are equal."""
+    return {**other, **{name: held for name, held in one.items() if name not in other or other[name].step <= held.step}}
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
@@ -171,6 +195,27 @@ def file_digest(chunks: tuple[Chunk, ...], gap_digest: str) -> str:
             state.update(bytes.fromhex(block))
     state.update(bytes.fromhex(gap_digest))
     return state.hexdigest()
+
+
+def container_digest(ranks: Iterable[RankManifest]) -> str:
+    """Digest of a container from the digests of the files that it holds, in their order."""
+    state = xxhash.xxh3_128()
+    for rank in ranks:
+        state.update(bytes.fromhex(rank.digest))
+    return state.hexdigest()
+
+
+def stored(ranks: Iterable[RankManifest]) -> dict[str, list[RankManifest]]:
+    """Names of the files on storage, and what each holds, in the order in which it lies there."""
+    found: dict[str, list[RankManifest]] = {}
+    for rank in ranks:
+        found.setdefault(rank.container or rank.file, []).append(rank)
+    return {name: sorted(held, key=lambda one: one.container_at) for name, held in found.items()}
+
+
+def version_for(ranks: Iterable[RankManifest]) -> int:
+    """The format that a reader must know."""
+    return FORMAT_VERSION if any(rank.container for rank in ranks) else PLAIN_VERSION
 
 
 def encode(document: msgspec.Struct) -> bytes:
@@ -261,6 +306,11 @@ def parse_directory(name: str) -> tuple[int, int, str] | None:
 def shard_name(rank: int) -> str:
     """Name of one rank's file."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def container_name(node: str) -> str:
+    """Name of the one file of all ranks of a node."""
+    return f"node-{node}.shards"
 
 
 def manifest_name(node: str) -> str:

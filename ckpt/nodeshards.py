@@ -3,6 +3,7 @@ stays in memory, what the manifest would say."""
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Executor
 from pathlib import Path
@@ -10,11 +11,51 @@ from pathlib import Path
 from regrow.ckpt import faults
 from regrow.ckpt.arenas import Arena
 from regrow.ckpt.commit import publish
-from regrow.ckpt.manifest import NodeManifest, Note, RankPlan, digest, encode, manifest_name
+from regrow.ckpt.manifest import (
+    NodeManifest,
+    Note,
+    RankManifest,
+    RankPlan,
+    container_name,
+    digest,
+    encode,
+    manifest_name,
+    shard_name,
+    version_for,
+)
 from regrow.ckpt.protocol import ProducerHello, Remembered, Submit
+from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.saves import Key, Save
-from regrow.ckpt.storing import NotFiniteError, digest_image
+from regrow.ckpt.storing import NodeFile, NotFiniteError, digest_image, make_directory, remove_own, store_shard
 from regrow.wire import ShardFile, ShardsDurable
+
+log = logging.getLogger("regrow.ckpt.writer")
+
+
+def node_file_of(save: Save) -> NodeFile | None:
+    """The file that all ranks of the node write into, once all have submitted; None: each has its own."""
+    if not save.hello.node_file:
+        return None
+    return NodeFile(Path(save.hello.folder) / save.directory / container_name(save.hello.node), save.sizes)
+
+
+def store_file(
+    hello: ProducerHello, message: Submit, arena: Arena, plan: RankPlan, *, threads: Executor, recycler: Recycler, into: NodeFile | None
+) -> RankManifest | str:
+    """Write a rank's snapshot; returns what its manifest says, or why it failed. Blocking."""
+    try:
+        path = make_directory(Path(hello.folder), message.directory) / shard_name(hello.rank)
+        image, private = memoryview(arena.memory), message.private
+        return store_shard(path, image, plan, rank=hello.rank, private=private, threads=threads, recycler=recycler, into=into)
+    except OSError as error:
+        log.warning("shard failed rank=%d step=%d error=%s", hello.rank, message.step, error)
+        return f"rank {hello.rank}: {error.strerror or error} ({error.filename or hello.folder})"
+
+
+def clear_away(save: Save) -> None:
+    """Remove what a step that failed has written here. Blocking."""
+    names = [shard_name(rank) for rank in save.written] + [container_name(save.hello.node)] * save.hello.node_file
+    remove_own(Path(save.hello.folder) / save.directory, names)
 
 
 def store_manifest(key: Key, save: Save, buddy: str) -> ShardsDurable | str:
@@ -25,6 +66,7 @@ def store_manifest(key: Key, save: Save, buddy: str) -> ShardsDurable | str:
     hello = save.hello
     ranks = tuple(save.written[rank] for rank in sorted(save.written))
     manifest = NodeManifest(
+        version=version_for(ranks),
         job=hello.job,
         epoch=hello.epoch,
         generation=hello.generation,
@@ -34,6 +76,7 @@ def store_manifest(key: Key, save: Save, buddy: str) -> ShardsDurable | str:
         world_size=hello.world_size,
         ranks=ranks,
         facts=save.facts,
+        metrics=save.metrics,
         parent=save.parent,
         buddy=buddy,
     )

@@ -25,6 +25,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks of this node, this one included."""
     folder: str
     """The job's checkpoint folder, absolute."""
+    node_file: bool = False
+    """The ranks of this node share one file on storage."""
 
     def hello(self) -> ProducerHello:
         """What this process says first to the node's writer."""
@@ -38,6 +40,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             world_size=spec.world_size,
             local_ranks=self.local_ranks,
             folder=self.folder,
+            node_file=self.node_file,
         )
 
     def report(self, step: int, outcome: Outcome, reason: str = "", stall_seconds: float = 0.0) -> SaveReport:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from regrow.ckpt.manifest import Note, Parent, RankManifest, RankPlan
+from regrow.ckpt.manifest import Metric, Note, Parent, RankManifest, RankPlan
 from regrow.ids import MeshShape
 from regrow.wire import ShardsDurable, ShardsFailed
 
@@ -42,6 +42,8 @@ class ProducerHello(_Message, frozen=True, kw_only=True, tag="producer"):
     """All ranks of this node that take part in saves: a step is durable when all of them are."""
     folder: str
     """The job's checkpoint folder, absolute."""
+    node_file: bool = False
+    """The ranks of this node share one file on storage. The same for all of them."""
 
 
 class Prepare(_Message, frozen=True, kw_only=True, tag="prepare"):
@@ -61,6 +63,8 @@ class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
     parent: Parent | None = None
     private: dict[str, Any] = {}
     facts: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
+    """The newest of each name that this rank was told, of this step or an earlier one."""
     memory: MeshShape | None = None
     """Given: nothing is written; the snapshot, of a job on this mesh, stays in memory until its arena is filled anew."""
 

@@ -48,7 +48,15 @@ class Scratch(threading.local):
 class ShardReader:
     """Open shard files of one checkpoint. Safe for several threads."""
 
-    def __init__(self, directory: Path, block_bytes: int, memory: Mapping[str, int] | None = None, *, peers: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        block_bytes: int,
+        memory: Mapping[str, int] | None = None,
+        *,
+        peers: Collection[str] = (),
+        places: Mapping[str, tuple[str, int]] | None = None,
+    ) -> None:
         """Nothing is opened yet.
 
         Args:
@@ -57,8 +65,10 @@ class ShardReader:
             memory: Descriptors of files that are in memory too, by name. They are read first; where what they hold is not what
                 was committed (an arena that was filled anew), the file is read instead. They stay the caller's.
             peers: Names of those that came from other nodes.
+            places: Of the files that lie in another one on storage: its name, and where in it they begin.
         """
         self._directory = directory
+        self._places = dict(places or {})
         self._block_bytes = block_bytes
         self._handles: dict[str, int] = {}
         self._direct: dict[str, int] = {}
@@ -98,11 +108,17 @@ class ShardReader:
 
     def _open(self, name: str, flags: int = 0) -> int:
         try:
-            return os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | flags)
+            return os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | flags)
         except FileNotFoundError as error:
-            raise self._removed() or DamagedCheckpointError(
-                "is missing", where=str(self._directory / name), hint="use an older checkpoint"
-            ) from error
+            raise self._removed() or DamagedCheckpointError("is missing", where=self._path(name), hint="use an older checkpoint") from error
+
+    def _path(self, name: str) -> str:
+        """Of the file on storage that holds this one, or is it."""
+        return str(self._directory / self._places.get(name, (name, 0))[0])
+
+    def _start(self, name: str) -> int:
+        """Where it begins there."""
+        return self._places.get(name, (name, 0))[1]
 
     def close(self) -> None:
         """Close all files."""
@@ -135,30 +151,34 @@ class ShardReader:
         digests = bytes.fromhex("".join(chunk.blocks))
         handle = self._memory.get(file)
         if handle is not None:
-            outcome, request = self._request(handle, -1, chunk, runs, digests, address)
+            outcome, request = self._request((handle, -1), chunk.at, chunk, runs, digests, address)
             if outcome is Outcome.DONE:
                 self._count(file, request.bytes_read, in_memory=True)
                 return
             with self._lock:
                 self._memory.pop(file, None)
         handle = self._handle(file)
-        outcome, request = self._request(handle, self._direct_handle(file) if alone else -1, chunk, runs, digests, address)
+        at = self._start(file) + chunk.at
+        outcome, request = self._request((handle, self._direct_handle(file) if alone else -1), at, chunk, runs, digests, address)
         self._count(file, request.bytes_read, in_memory=False)
         if outcome is Outcome.FAILED:
-            raise OSError(request.error, os.strerror(request.error), str(self._directory / file))
+            raise OSError(request.error, os.strerror(request.error), self._path(file))
         if outcome is Outcome.TRUNCATED:
-            raise self._truncated(file, chunk.at + request.block * self._block_bytes)
+            raise self._truncated(file, at + request.block * self._block_bytes)
         if outcome is not Outcome.DONE:
             raise self._altered(file, chunk, request.block)
 
-    def _request(self, handle: int, direct: int, chunk: Chunk, runs: Runs, digests: bytes, address: int) -> tuple[Outcome, Request]:
+    def _request(
+        self, handles: tuple[int, int], at: int, chunk: Chunk, runs: Runs, digests: bytes, address: int
+    ) -> tuple[Outcome, Request]:
         assert self._fast is not None
+        handle, direct = handles
         scratch = self._scratches.get(self._block_bytes)
         if direct >= 0:
             scratch.allow_direct()
         base, size = self._map(handle)
         request = Request(handle=handle, direct=direct, map=base, map_bytes=size, target=address, digests=digests)
-        request.at, request.chunk_bytes, request.block_bytes = chunk.at, chunk.nbytes, self._block_bytes
+        request.at, request.chunk_bytes, request.block_bytes = at, chunk.nbytes, self._block_bytes
         request.first, request.last, request.run_bytes, request.axes = runs.first, runs.last, runs.run_bytes, len(runs.sizes)
         request.sizes[: len(runs.sizes)] = runs.sizes
         request.from_steps[: len(runs.sizes)] = runs.from_steps
@@ -189,14 +209,12 @@ class ShardReader:
     def _altered(self, file: str, chunk: Chunk, number: int) -> DamagedCheckpointError:
         what = f"tensor {chunk.name}: block {number} of the chunk at byte {chunk.at} is not what was committed"
         return self._removed() or DamagedCheckpointError(
-            what, where=str(self._directory / file), hint="set this checkpoint aside and use an older one"
+            what, where=self._path(file), hint="set this checkpoint aside and use an older one"
         )
 
     def _truncated(self, file: str, at: int) -> DamagedCheckpointError:
-        where = str(self._directory / file)
-        return self._removed() or DamagedCheckpointError(
-            f"is truncated: nothing from byte {at}", where=where, hint="use an older checkpoint"
-        )
+        hint = "use an older checkpoint"
+        return self._removed() or DamagedCheckpointError(f"is truncated: nothing from byte {at}", where=self._path(file), hint=hint)
 
     def _removed(self) -> RemovedCheckpointError | None:
         """What it is when the checkpoint has gone: its files may hold a later one's bytes already."""
@@ -261,7 +279,7 @@ class ShardReader:
                 return
             with self._lock:
                 self._memory.pop(file, None)
-        self._fill(file, at, target, ahead)
+        self._fill(file, self._start(file) + at, target, ahead)
         if xxhash.xxh3_128_hexdigest(target) != chunk.blocks[number]:
             raise self._altered(file, chunk, number)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from regrow.ckpt.exchange import Exchange
-from regrow.ckpt.manifest import FORMAT_VERSION, NodeManifest, Record
+from regrow.ckpt.manifest import PLAIN_VERSION, NodeManifest, Record
 from regrow.ckpt.place import Place
 from regrow.ckpt.protocol import Remembered
 from regrow.ckpt.reshard import source_of
@@ -128,7 +128,7 @@ def open_parts(parts: Sequence[Remembered], choice: Choice) -> Opened:
         for one in sorted(parts, key=lambda one: one.manifest.rank)
     ]
     record = Record(
-        version=FORMAT_VERSION,
+        version=PLAIN_VERSION,
         job=first.job,
         epoch=first.epoch,
         generation=first.generation,

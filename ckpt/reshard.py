@@ -28,6 +28,8 @@ class Source(msgspec.Struct, frozen=True):
 
     tensors: dict[str, list[tuple[str, Chunk]]]
     block_bytes: int
+    places: dict[str, tuple[str, int]] = {}
+    """Of the files that lie in another one: its name, and where in it they begin."""
 
     def box(self, name: str) -> Box:
         """The whole tensor as a box."""
@@ -38,13 +40,16 @@ class Source(msgspec.Struct, frozen=True):
 def source_of(manifests: Iterable[NodeManifest]) -> Source:
     """Index what the manifests of one checkpoint say."""
     tensors: dict[str, list[tuple[str, Chunk]]] = {}
+    places: dict[str, tuple[str, int]] = {}
     block_bytes = BLOCK_BYTES
     for manifest in manifests:
         block_bytes = manifest.block_bytes
         for rank in manifest.ranks:
+            if rank.container:
+                places[rank.file] = rank.container, rank.container_at
             for chunk in rank.chunks:
                 tensors.setdefault(chunk.name, []).append((rank.file, chunk))
-    return Source(tensors, block_bytes)
+    return Source(tensors, block_bytes, places)
 
 
 def compare_names(stored: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:

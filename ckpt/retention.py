@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Collection
@@ -14,7 +15,9 @@ import msgspec
 from regrow.ckpt.catalog import CatalogEntry, scan
 from regrow.ckpt.manifest import RECORD_NAME, parse_directory
 from regrow.ckpt.recycling import TRASH
-from regrow.errors import OperationalError
+from regrow.errors import ConfigurationError, OperationalError
+
+_METRIC = re.compile(r"[A-Za-z0-9_./-]+")
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +29,37 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """Also keep those whose step is a multiple of this; 0: none."""
     keep_every_seconds: float = 0.0
     """Also keep one in each interval of this length, by the time written; 0: none."""
+    keep_best: int = 0
+    """Also keep so many with the best values of `best_metric`; 0: none."""
+    best_metric: str = ""
+    best_is_highest: bool = False
+    """False: the lowest is the best."""
+
+
+def check_metric(name: str) -> str:
+    """The name of a metric, when it can be one.
+
+    Raises:
+        ConfigurationError: it holds what a flag could not name.
+    """
+    if not _METRIC.fullmatch(name):
+        raise ConfigurationError(f"{name!r} is no name of a metric", hint="letters, digits and _ . / - only, like held_out_loss")
+    return name
+
+
+def parse_best(text: str) -> tuple[str, int, bool]:
+    """METRIC[:N][:max] as (name, how many, whether the highest is the best); N is 1, the lowest is the best by default.
+
+    Raises:
+        ConfigurationError: not of that form.
+    """
+    name, *rest = text.split(":")
+    highest = bool(rest) and rest[-1] in ("max", "min")
+    direction = rest.pop() if highest else "min"
+    number = rest.pop() if rest else "1"
+    if rest or not number.isdecimal() or int(number) < 1:
+        raise ConfigurationError(f"{text!r} is not METRIC[:N][:max]", where="--keep-best", hint="like held_out_loss, or accuracy:2:max")
+    return check_metric(name), int(number), direction == "max"
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +71,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def choose(entries: list[CatalogEntry], policy: Retention, *, generation: int, protected: Collection[str] = ()) -> list[Choice]:
+def choose(
+    entries: list[CatalogEntry], policy: Retention, *, generation: int, protected: Collection[str] = (), barred: Collection[str] = ()
+) -> list[Choice]:
     """Decide for every entry of a folder. Pure.
 
     Args:
@@ -45,11 +81,14 @@ def choose(entries: list[CatalogEntry], policy: Retention, *, generation: int, p
         policy: How much is kept.
         generation: The one that runs; leftovers of earlier ones are garbage.
         protected: Names of directories in use: the restore point of the running generation, verified ones.
+        barred: Names of those that the store knows to be bad: none is the best, whatever it measured.
     """
     restorable = [entry for entry in entries if entry.state == "restorable"]
     newest_step = restorable[0].step if restorable else -1
     kept_last = {entry.name for entry in restorable[: max(1, policy.keep_last)]}
     spaced = _spaced(restorable, policy)
+    good = [entry for entry in restorable if entry.name not in barred]
+    top = best(good, policy.best_metric, count=policy.keep_best, highest=policy.best_is_highest)
     choices: list[Choice] = []
     for entry in entries:
         reason = ""
@@ -62,11 +101,27 @@ def choose(entries: list[CatalogEntry], policy: Retention, *, generation: int, p
             reason = "" if over else "may still be written"
         elif entry.name in kept_last:
             reason = "newest" if restorable and entry is restorable[0] else f"one of the last {policy.keep_last}"
+        elif entry.name in top:
+            reason = f"one of the best {policy.keep_best} by {policy.best_metric}"
         elif entry.name in spaced:
             reason = "kept at an interval"
         what = "never became a checkpoint" if entry.state == "partial" else f"older than the last {policy.keep_last}"
         choices.append(Choice(name=entry.name, step=entry.step, keep=bool(reason), reason=reason or what))
     return choices
+
+
+def best(restorable: Collection[CatalogEntry], metric: str, *, count: int, highest: bool = False) -> list[str]:
+    """Names of the checkpoints with the best values, the best first; equal values: the later measurement first. Pure.
+
+    A value holds for the state that it was measured of: of several checkpoints that carry one measurement only the first counts.
+    """
+    first: dict[tuple[float, int], CatalogEntry] = {}
+    for entry in sorted(restorable, key=lambda one: one.sequence):
+        found = entry.metrics.get(metric)
+        if found is not None:
+            first.setdefault((found.value, found.step), entry)
+    ranked = sorted(first, key=lambda held: (-held[0] if highest else held[0], -held[1]))
+    return [first[held].name for held in ranked[:count]]
 
 
 def _spaced(restorable: list[CatalogEntry], policy: Retention) -> set[str]:
@@ -84,7 +139,14 @@ def _spaced(restorable: list[CatalogEntry], policy: Retention) -> set[str]:
 
 
 def prune(
-    path: str | Path, policy: Retention, *, generation: int, protected: Collection[str] = (), dry_run: bool = False, recycle: bool = False
+    path: str | Path,
+    policy: Retention,
+    *,
+    generation: int,
+    protected: Collection[str] = (),
+    barred: Collection[str] = (),
+    dry_run: bool = False,
+    recycle: bool = False,
 ) -> list[Choice]:
     """Apply the policy to a folder. Call it after a publication, from the one owner. A missing folder is fine.
 
@@ -96,7 +158,7 @@ def prune(
         OperationalError: the folder cannot be listed, or a directory cannot be removed.
     """
     folder = Path(path)
-    choices = choose(scan(folder), policy, generation=generation, protected=protected)
+    choices = choose(scan(folder), policy, generation=generation, protected=protected, barred=barred)
     if dry_run:
         return choices
     _empty_trash(folder)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from regrow.ckpt.manifest import Parent, RankManifest
+from regrow.ckpt.manifest import Metric, Parent, RankManifest, newest_metrics
 from regrow.ckpt.protocol import ProducerHello, Submit
 from regrow.wire import ShardsFailed
 
@@ -23,6 +23,9 @@ class Save(msgspec.Struct, kw_only=True):
     parent: Parent | None = None
     samples: int = 0
     facts: dict[str, object] = {}
+    metrics: dict[str, Metric] = {}
+    sizes: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Bytes of the images of the ranks that have submitted."""
     submitted: set[int] = msgspec.field(default_factory=set[int])
     writing: set[int] = msgspec.field(default_factory=set[int])
     written: dict[int, RankManifest] = msgspec.field(default_factory=dict[int, RankManifest])
@@ -67,6 +70,7 @@ class Saves:
         save.submitted.add(hello.rank)
         save.writing.add(hello.rank)
         save.facts = {**save.facts, **message.facts}
+        save.metrics = newest_metrics(save.metrics, message.metrics)
         return save
 
     def wrote(self, save: Save, rank: int, result: RankManifest | str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ from regrow import wire
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.channel import ServerChannel
 from regrow.ckpt.manifest import RankManifest, RankPlan, shard_name
-from regrow.ckpt.nodeshards import remember, store_manifest
+from regrow.ckpt.nodeshards import clear_away, node_file_of, remember, store_file, store_manifest
 from regrow.ckpt.peers import Peers
 from regrow.ckpt.protocol import (
     ARENAS_PER_PRODUCER,
@@ -47,7 +48,7 @@ from regrow.ckpt.protocol import (
 )
 from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.saves import Key, Save, Saves
-from regrow.ckpt.storing import make_directory, remove_own, store_shard
+from regrow.ckpt.storing import NodeFile
 from regrow.ids import Token
 from regrow.wire import ShardsDurable, ShardsFailed
 
@@ -97,6 +98,7 @@ class Writer:
         self._last_write_seconds = 0.0
         self._bytes_per_second = 0.0
         self._gates: dict[Key, asyncio.Event] = {}
+        self._node_files: dict[Key, NodeFile] = {}
         self._peers = Peers(
             self._pool, self._contents, threads=self._storing, checksums=self._threads, newest=self._tokens.get, ask=self._ask_agent
         )
@@ -235,19 +237,23 @@ class Writer:
             self._start(self._remember(producer, message, lease, producer.plan))
             return
         save = self._saves.submit(producer.hello, message, time.monotonic())
+        save.sizes[producer.hello.rank] = producer.plan.file_bytes
         gate = self._gates.setdefault(key, asyncio.Event())
         if save.failure or save.submitted >= set(save.hello.local_ranks):
+            if not save.failure and (shared := node_file_of(save)) is not None:
+                self._node_files[key] = shared
             gate.set()
         self._start(self._store(producer, message, lease, save, key, gate))
 
     async def _store(self, producer: Producer, message: Submit, lease: Lease, save: Save, key: Key, gate: asyncio.Event) -> None:
         started = time.monotonic()
         with contextlib.suppress(TimeoutError):  # ranks that still copy need the memory bandwidth more than storage does
-            await asyncio.wait_for(gate.wait(), GATE_SECONDS)
+            await asyncio.wait_for(gate.wait(), None if save.hello.node_file else GATE_SECONDS)
         result: RankManifest | str = save.failure
         if not result and producer.plan is not None:
-            task = (producer.hello, message, lease.arena, producer.plan)
-            result = await asyncio.get_running_loop().run_in_executor(self._storing, self._store_file, *task)
+            tools = {"threads": self._threads, "recycler": self._recycler, "into": self._node_files.get(key)}
+            work = functools.partial(store_file, producer.hello, message, lease.arena, producer.plan, **tools)
+            result = await asyncio.get_running_loop().run_in_executor(self._storing, work)
         self._saves.wrote(save, producer.hello.rank, result)
         reason, seconds = result if isinstance(result, str) else "", time.monotonic() - started
         self._start(self._finish(key))
@@ -284,16 +290,6 @@ class Writer:
             producer, lease, Released(arena=message.arena, step=message.step, outcome=outcome, reason=reason, write_seconds=seconds)
         )
 
-    def _store_file(self, hello: ProducerHello, message: Submit, arena: Arena, plan: RankPlan) -> RankManifest | str:
-        try:
-            directory = make_directory(Path(hello.folder), message.directory)
-            image = memoryview(arena.memory)
-            path = directory / shard_name(hello.rank)
-            return store_shard(path, image, plan, rank=hello.rank, private=message.private, threads=self._threads, recycler=self._recycler)
-        except OSError as error:
-            log.warning("shard failed rank=%d step=%d error=%s", hello.rank, message.step, error)
-            return f"rank {hello.rank}: {error.strerror or error} ({error.filename or hello.folder})"
-
     # --- reports ---------------------------------------------------------------------------------------------------
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -328,13 +324,13 @@ class Writer:
             self._report(key, self._saves.failed_report(key, save))
         if self._saves.is_over(key):
             self._forget(key)
-            names = [shard_name(rank) for rank in save.written]
             if save.directory:
-                await asyncio.get_running_loop().run_in_executor(self._threads, remove_own, Path(save.hello.folder) / save.directory, names)
+                await asyncio.get_running_loop().run_in_executor(self._threads, clear_away, save)
 
     def _forget(self, key: Key) -> None:
         self._saves.forget(key)
         self._gates.pop(key, None)
+        self._node_files.pop(key, None)
 
     def _report(self, key: Key, report: ShardsDurable | ShardsFailed) -> None:
         self._reports[key] = report

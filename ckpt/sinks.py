@@ -348,6 +348,7 @@ class DirectSink:
             world_size=1,
             ranks=(rank,),
             facts=message.facts,
+            metrics=message.metrics,
             parent=message.parent,
         )
         data = encode(manifest)

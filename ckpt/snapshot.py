@@ -7,6 +7,7 @@ import itertools
 import logging
 import mmap
 import threading
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from regrow.ckpt.flatten import Item
 from regrow.ckpt.layout import Image, gaps
 from regrow.ckpt.manifest import Chunk
 
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for whichever device of the process copies."""
 PORTION_BYTES = 8 << 20
 """Of a late copy: what is taken at once by the thread that copies, or by the one that waits."""
 log = logging.getLogger("regrow.ckpt.snapshot")
@@ -155,11 +158,22 @@ def _is_plain(source: torch.Tensor) -> bool:
 
 
 def _pin(raw: torch.Tensor) -> None:
-    """Page-lock an arena for the device. Without it copies are right and slower."""
+    """Page-lock an arena for all devices of this process, until its tensor goes. Without it copies are right and slower.
+
+    A mapping that goes while it is registered leaves its addresses taken: the arenas of the next writer could not be registered there.
+    """
     runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+    code = int(runtime.cudaHostRegister(raw.data_ptr(), raw.numel(), _PORTABLE))
     if code != 0:
         log.warning("arena not pinned code=%d bytes=%d", code, raw.numel())
+        return
+    weakref.finalize(raw, _unpin, runtime, raw.data_ptr()).atexit = False  # then the driver does it
+
+
+def _unpin(runtime: Any, address: int) -> None:
+    code = int(runtime.cudaHostUnregister(address))
+    if code != 0:
+        log.warning("arena not unpinned code=%d", code)
 
 
 def part_of(item: Item, chunk: Chunk) -> torch.Tensor:

@@ -23,7 +23,7 @@ from regrow.ckpt.flatten import Item
 from regrow.ckpt.launch import Accepted, launched
 from regrow.ckpt.layout import Box, Image, lay_out
 from regrow.ckpt.loading import Loaded
-from regrow.ckpt.manifest import directory_name
+from regrow.ckpt.manifest import Metric, directory_name
 from regrow.ckpt.objects import Live, Objects
 from regrow.ckpt.place import Outcome, Place, SaveCounts
 from regrow.ckpt.plan import assign, decode_boxes, encode_boxes
@@ -98,17 +98,17 @@ class TrainState:
         self._objects = Objects(
             model=model, optimizer=optimizer, scheduler=scheduler, data=data, extra=extra, aliases=aliases, generators=generators
         )
-        self._place, self._sink = place, sink
-        self._exchange = exchange
+        self._place, self._sink, self._exchange = place, sink, exchange
         self._facts = dict(facts or {})
-        self._back_pressure: BackPressure = back_pressure
-        self._wait_seconds = wait_seconds
+        self._back_pressure, self._wait_seconds = back_pressure, wait_seconds
         self.differences: list[FieldDifference] = []
         """Between this launch and the checkpoint that was restored."""
         self.loaded: Loaded | None = None
         """What the restore read."""
         self.recalled = False
         """It was a snapshot that only memory had."""
+        self.metrics: dict[str, Metric] = {}
+        """How good the state is, by name: goes into the record of the next saves."""
         self._column_strips = column_strips
         self._accept = restoring.accepted(accept)
         self._check_first_step = check_first_step
@@ -116,8 +116,7 @@ class TrainState:
         self._restored_step = self._last_submitted = -1
         self._launched: list[dict[str, Any]] = []
         self._nonce, self._retry_at = "", 0.0
-        self._names, self._items = list[str](), dict[str, Item]()
-        self._live: dict[str, torch.Tensor] = {}
+        self._names, self._items, self._live = list[str](), dict[str, Item](), dict[str, torch.Tensor]()
         self._plan_boxes: list[Box] | None = None
         self._held: list[list[Box]] = []
         self._late_copy = late_copy
@@ -224,6 +223,7 @@ class TrainState:
             parent=parent_of(self._place.spec),
             private=private,
             facts=self._objects.job_facts(self._place.spec, self._facts) if self._place.rank == 0 else {},
+            metrics=dict(self.metrics),
             memory=self._place.spec.mesh if memory else None,
         )
         late = snapshotter.copy(arena)

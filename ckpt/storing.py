@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
+import threading
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 
@@ -82,6 +85,7 @@ def store_shard(
     private: dict[str, object],
     threads: Executor,
     recycler: Recycler | None = None,
+    into: NodeFile | None = None,
 ) -> RankManifest:
     """Write `image` to a new file, synced, while other threads checksum it.
 
@@ -93,16 +97,19 @@ def store_shard(
         private: Goes into the manifest as it is.
         threads: Where the checksums are computed.
         recycler: Has files of removed checkpoints whose blocks may be used again.
+        into: The file of all ranks of the node: the image becomes its part of it, and there is no file at `path`.
 
     Raises:
         NotFiniteError: a parameter or a tensor of optimizer state holds NaN or infinity. The file has been removed again.
-        OSError: storage failed; the file has been removed again if it was ours.
+        OSError: storage failed; the file has been removed again if it was ours (that of all ranks is left to the caller).
     """
     image = image[: plan.file_bytes]
     digests = checksum(image, plan, threads)
     try:
-        taken = recycler is not None and recycler.take(path.parent.parent, path, len(image))
-        write_file(path, image, over=taken)
+        if into is not None:
+            into.write(rank, image, recycler)
+        else:
+            write_file(path, image, over=recycler is not None and recycler.take(path.parent.parent, path, len(image)))
     except OSError as error:
         if error.errno == errno.ENOSPC and recycler is not None:
             recycler.free(path.parent.parent)
@@ -112,11 +119,15 @@ def store_shard(
     try:
         chunks = tuple(chunk for portion in digests for chunk in portion.result())
     except NotFiniteError:
-        path.unlink(missing_ok=True)
+        if into is None:
+            path.unlink(missing_ok=True)
         raise
+    manifest = _manifest(path.name, image, plan, chunks, rank=rank, private=private)
+    if into is not None:
+        return msgspec.structs.replace(manifest, container=into.path.name, container_at=into.start_of(rank))
     if recycler is not None:
         recycler.wrote(path)
-    return _manifest(path.name, image, plan, chunks, rank=rank, private=private)
+    return manifest
 
 
 def digest_image(image: memoryview, plan: RankPlan, *, rank: int, private: dict[str, object], threads: Executor) -> RankManifest:
@@ -168,6 +179,69 @@ def write_file(path: Path, image: memoryview, *, over: bool = False) -> None:
         os.close(handle)
 
 
+class NodeFile:
+    """One file with the images of all ranks of a node, one after the other: few large files for a parallel file system.
+
+    Each rank's thread writes its part; the first one makes the file. Safe for several threads.
+    """
+
+    def __init__(self, path: Path, sizes: Mapping[int, int]) -> None:
+        """Nothing is made yet.
+
+        Args:
+            path: The file; it must not exist.
+            sizes: Bytes of each rank's image, multiples of 4096; they lie in the order of the ranks.
+        """
+        self.path = path
+        ranks = sorted(sizes)
+        self._starts = dict(zip(ranks, itertools.accumulate((sizes[rank] for rank in ranks), initial=0), strict=False))
+        self._num_bytes = sum(sizes.values())
+        self._left = set(ranks)
+        self._is_made = False
+        self._lock = threading.Lock()
+
+    def start_of(self, rank: int) -> int:
+        """Where a rank's image begins, in bytes."""
+        return self._starts[rank]
+
+    def write(self, rank: int, image: memoryview, recycler: Recycler | None) -> None:
+        """Write and sync a rank's image.
+
+        Raises:
+            OSError: storage failed. The file is left as it is.
+        """
+        with self._lock:
+            if not self._is_made:
+                self._make(recycler)
+                self._is_made = True
+        handle, is_direct = _open(self.path, 0)
+        try:
+            _write(handle, image, is_direct=is_direct, start=self._starts[rank])
+            faults.point("shard.fsync")
+            os.fsync(handle)
+            faults.point("shard.done")
+        finally:
+            os.close(handle)
+        with self._lock:
+            self._left.discard(rank)
+            if not self._left and recycler is not None:
+                recycler.wrote(self.path)
+
+    def _make(self, recycler: Recycler | None) -> None:
+        if recycler is not None and recycler.take(self.path.parent.parent, self.path, self._num_bytes):
+            return
+        faults.point("shard.open")
+        handle = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            _allocate(handle, self._num_bytes)
+            os.ftruncate(handle, self._num_bytes)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(handle)
+
+
 def make_directory(folder: Path, name: str) -> Path:
     """The checkpoint's directory, made if need be, its name synced."""
     directory = folder / name
@@ -207,12 +281,12 @@ def _allocate(handle: int, num_bytes: int) -> None:
             raise
 
 
-def _write(handle: int, image: memoryview, *, is_direct: bool) -> None:
+def _write(handle: int, image: memoryview, *, is_direct: bool, start: int = 0) -> None:
     at = 0
     while at < len(image):
         faults.point("shard.write")
         try:
-            written = os.pwrite(handle, image[at : at + WRITE_BYTES], at)
+            written = os.pwrite(handle, image[at : at + WRITE_BYTES], start + at)
         except OSError as error:
             if not (is_direct and error.errno in _NO_DIRECT):
                 raise

@@ -26,6 +26,7 @@ from regrow.ckpt.manifest import (
     file_digest,
     parse_directory,
     read_record,
+    stored,
 )
 
 Progress = Callable[[int, int], None]
@@ -86,7 +87,7 @@ class _Run:
         self._look_around()
         manifests = self._manifests()
         self._block_bytes = manifests[0].block_bytes if manifests else BLOCK_BYTES
-        by_file = {rank.file: rank for manifest in manifests for rank in manifest.ranks}
+        by_file = stored(rank for manifest in manifests for rank in manifest.ranks)
         for entry in self._record.files:
             path = self._directory / entry.name
             if entry.kind == "metadata":
@@ -151,32 +152,35 @@ class _Run:
         if digest(data) != entry.digest:
             self._found(entry.name, "altered", "not what was committed: loading it with another program could run code")
 
-    def _check_shards(self, entry: FileEntry, path: Path, by_file: dict[str, RankManifest]) -> None:
-        rank = by_file.get(entry.name)
+    def _check_shards(self, entry: FileEntry, path: Path, by_file: dict[str, list[RankManifest]]) -> None:
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            self._found(entry.name, "missing", f"the file of rank {entry.rank} is gone")
+            whose = f"rank {entry.rank}" if entry.rank >= 0 else f"node {entry.node}'s ranks"
+            self._found(entry.name, "missing", f"the file of {whose} is gone")
             return
         if size != entry.size_bytes:
             how = "shorter" if size < entry.size_bytes else "longer"
             self._found(entry.name, "truncated", f"{size} bytes, committed were {entry.size_bytes} ({how})")
-        if rank is None:
+        if entry.name not in by_file:
             if entry.name not in {problem.file for problem in self._problems}:
                 self._found(entry.name, "altered", "its manifest cannot be read, so its content is not known to be right")
             return
-        actual = scan_file(path, rank, self._block_bytes, self._count)
-        if actual.digest == entry.digest:
-            return
-        self._name_damage(entry, rank, actual, by_file)
+        files = {rank.file: rank for held in by_file.values() for rank in held}
+        for rank in by_file[entry.name]:
+            actual = scan_file(path, rank, self._block_bytes, self._count)
+            if actual.digest != rank.digest:
+                self._name_damage(entry, rank, actual, files)
 
     def _name_damage(self, entry: FileEntry, rank: RankManifest, actual: RankManifest, by_file: dict[str, RankManifest]) -> None:
         wrong = _wrong_blocks(rank, actual, self._block_bytes)
         for other in by_file.values():
-            if other.file != entry.name and other.size_bytes == actual.size_bytes:
-                seen = scan_file(self._directory / entry.name, other, self._block_bytes, None)
+            if other.file != rank.file and other.size_bytes == actual.size_bytes:
+                at_its_place = msgspec.structs.replace(other, container=rank.container, container_at=rank.container_at)
+                seen = scan_file(self._directory / entry.name, at_its_place, self._block_bytes, None)
                 if seen.digest == other.digest:
-                    self._found(entry.name, "swapped", f"holds what belongs into {other.file} (rank {other.rank})")
+                    where = f" where rank {rank.rank}'s belongs" if rank.container else ""
+                    self._found(entry.name, "swapped", f"holds what belongs into {other.file} (rank {other.rank}){where}")
                     return
         origin = self._origin(actual.digest)
         total = sum(len(chunk.blocks) for chunk in rank.chunks)
@@ -186,7 +190,8 @@ class _Run:
         if actual.size_bytes >= rank.size_bytes and actual.gap_digest != rank.gap_digest:
             self._found(entry.name, "altered", "bytes between the tensors are not what was committed")
         for name, number, at in wrong[:20]:
-            self._found(entry.name, "altered", f"tensor {name}, block {number} (file bytes from {at}) is not what was committed")
+            from_byte = rank.container_at + at
+            self._found(entry.name, "altered", f"tensor {name}, block {number} (file bytes from {from_byte}) is not what was committed")
         if len(wrong) > 20:
             self._found(entry.name, "altered", f"and {len(wrong) - 20} more blocks")
 
@@ -209,11 +214,12 @@ def scan_file(path: Path, rank: RankManifest, block_bytes: int, count: Callable[
     plan = RankPlan(file_bytes=rank.size_bytes, chunks=rank.chunks)
     chunks = []
     rest = xxhash.xxh3_128()
-    size = path.stat().st_size
+    base = rank.container_at
+    size = path.stat().st_size if not rank.container else max(0, min(rank.size_bytes, path.stat().st_size - base))
     with path.open("rb") as file:
         for chunk in rank.chunks:
             blocks: list[str] = []
-            file.seek(chunk.at)
+            file.seek(base + chunk.at)
             left = chunk.nbytes
             for _ in chunk.blocks:
                 data = file.read(min(left, block_bytes))
@@ -223,7 +229,7 @@ def scan_file(path: Path, rank: RankManifest, block_bytes: int, count: Callable[
                     count(len(data))
             chunks.append(msgspec.structs.replace(chunk, blocks=tuple(blocks)))
         for start, end in gaps(plan):
-            file.seek(start)
+            file.seek(base + start)
             data = file.read(end - start)
             rest.update(data)
             if count is not None:

@@ -69,6 +69,7 @@ async def submit(term: Term, store: Store, keys: Keys, spec: wire.JobSpec, now: 
             where=f"job {spec.job}",
             hint=f"`regrow job stop {spec.job}` first, or choose another name",
         )
+    _check_folder(term, spec)
     ledger = known.ledger if known is not None else _stored_ledger(await store.get(keys.job(spec.job, "ledger")))
     fresh = LedgerRecord(frontier=0 if spec.checkpoint.fresh_start else ledger.frontier)
     compare = [term.effects.comparison] if term.effects.comparison is not None else []
@@ -99,6 +100,18 @@ async def submit(term: Term, store: Store, keys: Keys, spec: wire.JobSpec, now: 
             submitted=True,
         )
     )
+
+
+def _check_folder(term: Term, spec: wire.JobSpec) -> None:
+    """Two jobs that run must not share a folder: the retention of one deletes what the other needs."""
+    path = spec.checkpoint.path
+    for other in term.view.jobs.values():
+        if path and other.spec.job != spec.job and other.outcome is None and other.spec.checkpoint.path == path:
+            raise ConfigurationError(
+                f"job {other.spec.job!r} has this checkpoint folder and is not over",
+                where=path,
+                hint=f"give each job a folder of its own; `regrow ckpt fork` starts one from a checkpoint of {other.spec.job}",
+            )
 
 
 def _is_active(term: Term, job: JobView) -> bool:

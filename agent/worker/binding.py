@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from regrow.agent.worker.streams import StreamFile
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
 from regrow.ckpt import catalog
 from regrow.ckpt.exchange import Exchange
+from regrow.ckpt.manifest import Metric
 from regrow.ckpt.place import Place
 from regrow.ckpt.state import TrainState
 from regrow.errors import ConfigurationError, OperationalError, RegrowError
@@ -54,6 +56,13 @@ class StateKeeper:
     def skip(self, step: int, reason: str) -> None:
         """Tell the writer that the step is void."""
         self._state.skip(step, reason)
+
+    def measured(self, name: str, value: float, step: int) -> None:
+        """Keep it for the next saves; what is not finite says that the earlier value does not hold any more."""
+        if math.isfinite(value):
+            self._state.metrics[name] = Metric(value=value, step=step)
+        else:
+            self._state.metrics.pop(name, None)
 
     def wait_durable(self, step: int, seconds: float) -> bool:
         """Wait until every snapshot that was handed over has an outcome; True when none of them failed meanwhile."""
@@ -201,6 +210,7 @@ def bind(
         node=environment.node,
         local_ranks=tuple(range(first, first + environment.local_world_size)),
         folder=environment.checkpoint,
+        node_file=environment.job_spec.checkpoint.node_files,
     )
     facts = {
         "seed": run.seed,

@@ -25,6 +25,10 @@ class Keeper(Protocol):
         """Take none although others of this step may: it is void for all at once, and counted."""
         ...
 
+    def measured(self, name: str, value: float, step: int) -> None:
+        """How good the state of `step` is; goes into the records of its save and of later ones, until there is a newer value."""
+        ...
+
     def wait_durable(self, step: int, seconds: float) -> bool:
         """Wait until this rank's part of `step` is on storage; False at the deadline or when it failed."""
         ...

@@ -44,6 +44,7 @@ from regrow.agent.worker.regroup import GenerationChanged, in_place
 from regrow.agent.worker.replay_judge import DEFAULT_RATE
 from regrow.agent.worker.steps import StepLoop
 from regrow.ckpt import exchange
+from regrow.ckpt.retention import check_metric
 from regrow.ids import MeshShape
 
 if TYPE_CHECKING:
@@ -264,16 +265,14 @@ class Run:
             ConfigurationError: not the step that `steps` gave out.
             OperationalError: the last checkpoint of the job could not be made durable.
         """
-        self._loop.complete(
-            step,
-            Measures(
-                loss=None if loss is None else float(loss),
-                learning_rate=learning_rate,
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                tokens=tokens,
-                compute_seconds=compute_seconds,
-            ),
-        )
+        told = (None if number is None else float(number) for number in (loss, learning_rate, grad_norm))
+        known = dict(zip(("loss", "learning_rate", "grad_norm"), told, strict=True))
+        self._loop.complete(step, Measures(tokens=tokens, compute_seconds=compute_seconds, **known))
+
+    def metric(self, name: str, value: SupportsFloat) -> None:
+        """How good the state is, like a held-out loss: for `--keep-best` and `ckpt ls`. Between the update and `complete`, on a rank
+        that knows it; it goes into the records of this step's save and of later ones. `loss` of `complete` is one by itself."""
+        self._loop.measured(check_metric(name), float(value))
 
     def computed(self) -> None:
         """Mark that this rank's own compute of the step is done and synchronisation follows: straggler detection reads it."""

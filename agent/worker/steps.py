@@ -135,6 +135,11 @@ class StepLoop:
         self._before_sync(own=True)
         self._computed = time.perf_counter() - self._began
 
+    def measured(self, name: str, value: float) -> None:
+        """How good the state is after the update of the step that was begun last; for the records of its save and of later ones."""
+        if self.keeper is not None:
+            self.keeper.measured(name, value, max(self.started, self.step))
+
     def before_update(self) -> None:
         """The optimizer is about to write. Safe to call more than once a step."""
         self._before_sync(own=False)
@@ -169,6 +174,8 @@ class StepLoop:
             )
         seconds = time.perf_counter() - self._began
         self.step = step
+        if measures.loss is not None:
+            self.measured("loss", measures.loss)
         self.samples += self._environment.spec.global_batch
         if self._progress is not None:
             self._progress.publish(applied_step=step)

@@ -75,6 +75,8 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
     prior_failures_per_hour: float = 0.0
     fresh_start: bool = False
     """True: starting at step 0 although checkpoints were expected is what the user wants."""
+    node_files: bool = False
+    """The ranks of a node write into one file: for parallel file systems, where many files cost more than many bytes."""
     peer_memory: bool = False
     """Each node's snapshots are copied into the memory of another node as well."""
     memory_interval_seconds: float = 0.0

@@ -19,6 +19,7 @@ from regrow.agent.commits import Committer
 from regrow.agent.peer import PeerClient, PeerServer, Report, Settled
 from regrow.agent.registry import Keys
 from regrow.ckpt import catalog
+from regrow.ckpt.manifest import Metric
 from regrow.ids import MeshShape
 from regrow.store.base import Store
 from regrow.store.memory import MemoryStore
@@ -33,11 +34,12 @@ def spec_of(generation: int = 1, epoch: int = 1) -> wire.GenerationSpec:
     )
 
 
-def shards(folder: Path, step: int, spec: wire.GenerationSpec) -> wire.ShardsDurable:
+def shards(folder: Path, step: int, spec: wire.GenerationSpec, loss: float | None = None) -> wire.ShardsDurable:
     """Durable shards of a small state."""
     arrays: dict[str, Any] = {"model.w": np.arange(24, dtype=np.float32).reshape(6, 4) + step}
     held = [[shard("model.w", (6, 4), (2,), (0,), rank)] for rank in (0, 1)]
-    return write_shards(folder, step, spec, held, arrays, nonce=f"n{step}")
+    metrics = {} if loss is None else {"held_out": Metric(value=loss, step=step)}
+    return write_shards(folder, step, spec, held, arrays, nonce=f"n{step}", metrics=metrics)
 
 
 async def record_generation(store: Store, keys: Keys, spec: wire.GenerationSpec) -> None:
@@ -215,15 +217,16 @@ async def test_damaged_shards_void_the_step(tmp_path: Path, store: Store, runnin
 async def test_retention_follows_each_commit_and_its_keys(tmp_path: Path, store: Store, running: Any) -> None:
     keys, spec = Keys(fresh_cluster()), spec_of()
     await record_generation(store, keys, spec)
-    cleaner = Cleaner(spec, wire.CheckpointPolicy(path=str(tmp_path), keep_last=2), store, keys)
+    policy = wire.CheckpointPolicy(path=str(tmp_path), keep_last=2, keep_best=1, best_metric="held_out")
+    cleaner = Cleaner(spec, policy, store, keys)
     one = running(store, keys, spec, after_commit=cleaner.clean)
-    for step in (1, 2, 3):
-        one.committer.add(shards(tmp_path, step, spec))
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5), (4, 1.7)):
+        one.committer.add(shards(tmp_path, step, spec, loss))
         await one.until("committed", step)
     async with asyncio.timeout(LIMIT):
         while await store.get(keys.checkpoint("job", 1)) is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    assert [entry.step for entry in catalog.scan(tmp_path)] == [3, 2]
+    assert [entry.step for entry in catalog.scan(tmp_path)] == [4, 3, 2], "two of the last, and the best"
     assert await store.get(keys.checkpoint("job", 2)) is not None
 
 

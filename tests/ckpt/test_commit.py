@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from ckpt_synthetic import commit, shard, simple, spec_of, write_shards
 
@@ -233,6 +234,26 @@ def test_names_decide_nothing(tmp_path):
     entry = catalog.newest_restorable(tmp_path)
     assert entry is not None
     assert entry.step == 3
+
+
+def test_one_job_a_folder(tmp_path):
+    """Another job may take a folder over by going on from its newest checkpoint; two that save into one are told, and nothing is lost."""
+    spec = spec_of(1)
+    held, arrays = [[shard("w", (4,), (1,), (0,), 0)]], {"w": np.zeros(4, np.float32)}
+    first = commit(spec, write_shards(tmp_path, 5, spec, held, arrays))
+    entry = catalog.newest_restorable(tmp_path)
+    assert entry is not None
+    other = msgspec.structs.replace(spec_of(1, 1), job="other")
+    with pytest.raises(OperationalError, match="the folder is that of job job: it holds step-000000000005-g1-abc"):
+        commit(other, write_shards(tmp_path, 6, other, held, arrays, nonce="fresh"))
+    heir = msgspec.structs.replace(other, generation=2, restore=entry.restore_point())
+    assert commit(heir, write_shards(tmp_path, 7, heir, held, arrays)).sequence == first.sequence + 1
+    with pytest.raises(OperationalError, match="the folder is that of job other"):
+        commit(spec, write_shards(tmp_path, 8, spec, held, arrays))
+    assert [one.step for one in catalog.scan(tmp_path) if one.state == "restorable"] == [7, 5]
+    with pytest.raises(ConfigurationError, match="holds checkpoints of job other"):
+        catalog.check_own(tmp_path, "job")
+    catalog.check_own(tmp_path / "missing", "job")
 
 
 def test_retention_keeps_what_it_must_and_touches_nothing_else(tmp_path):

@@ -240,7 +240,10 @@ def test_only_damaged_checkpoints_are_an_error_and_fresh_starts_at_zero(launch: 
     run = launch(*toy(tmp_path, 24, "--job", "toy2", "--checkpoint-dir", str(folder)))
     assert run.wait() == 1, run.story()
     assert "checkpoint" in json.dumps(run.result()["outcome"])
-    fresh = launch(*toy(tmp_path, 24, "--job", "toy3", "--checkpoint-dir", str(folder), "--fresh"))
+    foreign = launch(*toy(tmp_path, 24, "--job", "toy3", "--checkpoint-dir", str(folder), "--fresh"))
+    assert foreign.wait() == 2, foreign.story()
+    assert "holds checkpoints of job toy" in foreign.story()
+    fresh = launch(*toy(tmp_path, 24, "--checkpoint-dir", str(folder), "--fresh"))
     assert fresh.wait() == 0, fresh.story()
     assert fresh.result()["step"] == 24
 

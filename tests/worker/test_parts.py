@@ -399,6 +399,7 @@ class Recording:
     def __init__(self, *, fails: bool = False, busy: int = 0) -> None:
         self.saved: list[int] = []
         self.skipped: list[tuple[int, str]] = []
+        self.told: dict[str, tuple[float, int]] = {}
         self.fails = fails
         self.busy = busy
 
@@ -413,6 +414,9 @@ class Recording:
 
     def skip(self, step: int, reason: str) -> None:
         self.skipped.append((step, reason))
+
+    def measured(self, name: str, value: float, step: int) -> None:
+        self.told[name] = (value, step)
 
     def last_reason(self) -> str:
         return ""
@@ -440,6 +444,7 @@ def test_last_step_is_always_saved() -> None:
     keeper = Recording()
     assert run_with(keeper).finished
     assert keeper.saved == [10]
+    assert keeper.told == {"loss": (1.0, 10)}
 
 
 def test_stop_saves_one_exchange_later_and_ends() -> None:

@@ -39,13 +39,25 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="ckpt")
 
 
-def _ls(path: Folder, json: Json = False) -> None:
-    """List the checkpoints of a folder, newest first."""
+def _ls(
+    path: Folder,
+    mark: Annotated[str, typer.Option("--best", metavar="METRIC[:N][:max]", help="Mark the N best by a metric.")] = "",
+    json: Json = False,
+) -> None:
+    """List the checkpoints of a folder, newest first, with what the script said of them."""
     from regrow.ckpt.catalog import scan
+    from regrow.ckpt.retention import best, parse_best
 
+    metric, num_best, highest = parse_best(mark) if mark else ("", 0, False)
     if not path.is_dir():
         raise no_such(path)
     entries = scan(path)
+    top = best([entry for entry in entries if entry.state == "restorable"], metric, count=num_best, highest=highest)
+    if mark and not top:
+        known = sorted({name for entry in entries for name in entry.metrics})
+        raise ConfigurationError(
+            f"no checkpoint here has the metric {metric}", where=str(path), hint=f"they have {', '.join(known) or 'none'}"
+        )
 
     def human() -> None:
         if not entries:
@@ -55,12 +67,18 @@ def _ls(path: Folder, json: Json = False) -> None:
         print(line.format("step", "gen", "mesh", "from step", "size", "state", "directory"))
         for entry in entries:
             mesh = str(entry.mesh) if entry.sequence >= 0 else "-"
-            text = entry.name + (f"  ({entry.problem})" if entry.problem else "")
+            said = "".join(f"  {name}={one.value:.6g}{_of(one.step, entry.step)}" for name, one in sorted(entry.metrics.items()))
+            text = entry.name + said + ("  <- best" if entry.name in top else "") + (f"  ({entry.problem})" if entry.problem else "")
             step = entry.step if entry.step >= 0 else "?"
             origin = entry.parent.step if entry.parent else "-"
             print(line.format(step, max(entry.generation, 0), mesh, origin, size_text(entry.num_bytes), entry.state, text))
 
-    emit({"path": str(path), "checkpoints": [_brief(entry) for entry in entries]}, as_json=json, human=human)
+    checkpoints = [_brief(entry) | {"best": entry.name in top} for entry in entries]
+    emit({"path": str(path), "checkpoints": checkpoints}, as_json=json, human=human)
+
+
+def _of(measured: int, saved: int) -> str:
+    return "" if measured == saved else f" (of step {measured})"
 
 
 def _show(path: Where, step: Step = None, json: Json = False) -> None:
@@ -85,6 +103,7 @@ def _show(path: Where, step: Step = None, json: Json = False) -> None:
         "bytes": record.num_bytes,
         "files": record.files,
         "facts": record.facts,
+        "metrics": record.metrics,
         "tensors": tensors,
     }
 
@@ -93,6 +112,8 @@ def _show(path: Where, step: Step = None, json: Json = False) -> None:
         print(f"{directory}")
         print(f"  job {record.job}  step {record.step}  samples {record.samples}  generation {record.generation}  mesh {record.mesh}")
         print(f"  parent {parent}")
+        for name, one in sorted(record.metrics.items()):
+            print(f"  {name} {one.value:.6g}{_of(one.step, record.step)}")
         print(f"  {len(record.files)} files, {size_text(record.num_bytes)}, {len(tensors)} tensors")
         for box in boxes:
             print(f"    {box.name}  {box.dtype}{list(box.shape)}")
@@ -177,15 +198,24 @@ def _prune(
     keep: Annotated[int, typer.Option("--keep", min=1, help="Newest restorable checkpoints to keep.")] = 3,
     every: Annotated[int, typer.Option("--keep-every-steps", min=0, help="Also keep steps that are a multiple of this.")] = 0,
     hours: Annotated[float, typer.Option("--keep-every-hours", min=0.0, help="Also keep one in so many hours.")] = 0.0,
+    best: Annotated[str, typer.Option("--keep-best", metavar="METRIC[:N][:max]", help="Also keep the N best by a metric.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
     """Delete old checkpoints. Never the newest restorable one, never what is not ours. Not while the job runs: it prunes by itself."""
-    from regrow.ckpt.retention import Retention, prune
+    from regrow.ckpt.retention import Retention, parse_best, prune
 
+    metric, num_best, highest = parse_best(best) if best else ("", 0, False)
     if not path.is_dir():
         raise no_such(path)
-    policy = Retention(keep_last=keep, keep_every_steps=every, keep_every_seconds=hours * 3600.0)
+    policy = Retention(
+        keep_last=keep,
+        keep_every_steps=every,
+        keep_every_seconds=hours * 3600.0,
+        keep_best=num_best,
+        best_metric=metric,
+        best_is_highest=highest,
+    )
     choices = prune(path, policy, generation=-1, dry_run=dry_run)
 
     def human() -> None:
@@ -234,6 +264,7 @@ def _brief(entry: CatalogEntry) -> dict[str, Any]:
         "bytes": entry.num_bytes,
         "parent": entry.parent,
         "written_at": entry.written_at,
+        "metrics": entry.metrics,
     }
 
 

@@ -42,6 +42,9 @@ def run(
     checkpoint_dir: Annotated[str, typer.Option(help="Where checkpoints go; default RUN_DIR/checkpoints.")] = "",
     keep_last: Annotated[int, typer.Option(help="Checkpoints kept besides verified ones.")] = 3,
     keep_every_hours: Annotated[float, typer.Option(help="Besides those, keep one checkpoint in so many hours; 0: none.")] = 0.0,
+    keep_best: Annotated[
+        str, typer.Option(metavar="METRIC[:N][:max]", help="Besides those, keep the N best by a metric of the script.")
+    ] = "",
     fresh: Annotated[bool, typer.Option(help="Start at step 0 although there are checkpoints, or none can be read.")] = False,
     accept: Annotated[list[str] | None, typer.Option(metavar="FIELD", help="Difference from the checkpoint that is meant.")] = None,
     memory_interval: Annotated[
@@ -50,6 +53,7 @@ def run(
             help="Seconds between snapshots that stay in memory, besides the checkpoints on storage; brings --peer-memory. 0: none."
         ),
     ] = 0.0,
+    node_files: Annotated[bool, typer.Option(help="The ranks of a node write checkpoints into one file, not one each.")] = False,
     peer_memory: Annotated[bool, typer.Option(help="Copy checkpoints into another node's memory too.")] = False,
     hang_seconds: Annotated[float, typer.Option(help="Limit for a step without progress; 0: learned.")] = 0.0,
     hang_phase: Annotated[list[str] | None, typer.Option(metavar="PHASE=SECONDS", help="Limit of eval, save or restore.")] = None,
@@ -92,6 +96,7 @@ def run(
         checkpoint_dir=checkpoint_dir,
         keep_last=keep_last,
         keep_every_hours=keep_every_hours,
+        keep_best=keep_best,
         fresh=fresh,
         hang_seconds=hang_seconds,
         hang_phases=tuple(hang_phase or ()),
@@ -99,6 +104,7 @@ def run(
         preload=tuple(word for word in preload.split(",") if word),
         in_place=in_place,
         accept=tuple(accept or ()),
+        node_files=node_files,
         peer_memory=peer_memory,
         memory_interval=memory_interval,
         cold=cold,

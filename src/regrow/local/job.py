@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from regrow import wire
-from regrow.ckpt import differences
-from regrow.ckpt.catalog import check_writable
+from regrow.ckpt import differences, retention
+from regrow.ckpt.catalog import check_own, check_writable
 from regrow.ckpt.differences import ACCEPT_VARIABLE
 from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape, check_name
@@ -45,6 +45,7 @@ class Request:
     checkpoint_dir: str = ""
     keep_last: int = 3
     keep_every_hours: float = 0.0
+    keep_best: str = ""
     fresh: bool = False
     hang_seconds: float = 0.0
     hang_phases: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class Request:
     preload: tuple[str, ...] = ()
     cold: bool = False
     in_place: bool | None = None
+    node_files: bool = False
     peer_memory: bool = False
     memory_interval: float = 0.0
     accept: tuple[str, ...] = ()
@@ -83,6 +85,7 @@ def specification(request: Request) -> wire.JobSpec:
     if request.zero not in range(4):
         raise ConfigurationError(f"{request.zero} is no ZeRO stage", where="--zero", hint="use 0, 1, 2 or 3")
     mesh = MeshShape.parse(request.mesh) if request.mesh else None
+    metric, num_best, highest = retention.parse_best(request.keep_best) if request.keep_best else ("", 0, False)
     spec = wire.JobSpec(
         job=name,
         argv=_argv(request),
@@ -102,7 +105,11 @@ def specification(request: Request) -> wire.JobSpec:
             path=str(checkpoint_path(request, name)),
             keep_last=request.keep_last,
             keep_every_hours=request.keep_every_hours,
+            keep_best=num_best,
+            best_metric=metric,
+            best_is_highest=highest,
             fresh_start=request.fresh,
+            node_files=request.node_files,
             peer_memory=request.peer_memory,
             memory_interval_seconds=request.memory_interval,
         ),
@@ -119,6 +126,8 @@ def specification(request: Request) -> wire.JobSpec:
         hang_idle_seconds=request.hang_idle_seconds,
     )
     _check_mesh(spec, high * slots)
+    if request.fresh:
+        check_own(spec.checkpoint.path, name)
     return spec
 
 

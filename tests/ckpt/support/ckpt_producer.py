@@ -37,6 +37,7 @@ class Producer:
         world_size: int = 0,
         rows: int = 64,
         node: str = "n0",
+        node_file: bool = False,
     ) -> None:
         self.generation = generation
         self.rank = rank
@@ -51,6 +52,7 @@ class Producer:
             world_size=self.world,
             local_ranks=local_ranks,
             folder=str(folder),
+            node_file=node_file,
         )
         self.sink = WriterSink(socket, hello)
         self._shape = (rows, 1024)

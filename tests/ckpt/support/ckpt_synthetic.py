@@ -11,7 +11,7 @@ import numpy as np
 
 from regrow.ckpt.commit import Collector, publish, write_record
 from regrow.ckpt.layout import Box, lay_out
-from regrow.ckpt.manifest import NodeManifest, Record, digest, directory_name, encode, manifest_name, shard_name
+from regrow.ckpt.manifest import Metric, NodeManifest, Record, digest, directory_name, encode, manifest_name, shard_name
 from regrow.ckpt.plan import assign, chunk_sizes
 from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.storing import store_shard
@@ -52,6 +52,7 @@ def write_shards(
     node: str = "n0",
     strips: int = 1,
     recycler: Recycler | None = None,
+    metrics: dict[str, Metric] | None = None,
 ) -> ShardsDurable:
     """All ranks of a job on one node: stored, with its manifest; no record."""
     directory = folder / directory_name(step, spec.generation, nonce)
@@ -76,6 +77,7 @@ def write_shards(
         node=node,
         world_size=len(held),
         ranks=tuple(ranks),
+        metrics=metrics or {},
     )
     data = encode(manifest)
     publish(directory, manifest_name(node), data)
@@ -111,6 +113,7 @@ def simple(
     nonce: str = "abc",
     restore: RestorePoint | None = None,
     fill: Callable[[int], float] = float,
+    metrics: dict[str, Metric] | None = None,
 ) -> Path:
     """A small committed checkpoint whose values depend on the step. Returns its directory."""
     spec = spec_of(world, generation, restore)
@@ -129,6 +132,6 @@ def simple(
         ]
         for rank in range(world)
     ]
-    report = write_shards(folder, step, spec, held, arrays, nonce)
+    report = write_shards(folder, step, spec, held, arrays, nonce, metrics=metrics)
     commit(spec, report, written_at=float(step))
     return Path(report.directory)
