@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from regrow.agent.machine import Local
 
 _QUIET_SECONDS = 1.0
-"""A word that has not changed for so long makes the agent look at the process itself."""
+"""The CPU time of a process whose word has not changed for so long is told."""
+_STILL_SECONDS = 0.5
+"""A word that has not changed for so long makes the agent look whether the process runs at all."""
 _NOT_RUNNING = {"T": "stopped", "t": "traced", "Z": "gone", "": "gone"}
 """State letters of /proc/<pid>/stat under which a worker cannot go on, as phases of a beat."""
 
@@ -193,6 +195,6 @@ def _quiet(word: Progress | None, now_ns: int) -> bool:
 
 def _phase(word: Progress, now_ns: int) -> str:
     """The phase that the worker published; of one that went quiet, whether its process runs at all (SIGSTOP, ptrace, gone)."""
-    if word.age_seconds(now_ns) < _QUIET_SECONDS or not word.pid:
+    if word.age_seconds(now_ns) < _STILL_SECONDS or not word.pid:
         return word.phase
     return _NOT_RUNNING.get(process_state(word.pid), word.phase)

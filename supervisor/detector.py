@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import msgspec
 
 from regrow import wire
@@ -33,6 +36,8 @@ class Silence:
         self._look = look_seconds
         self._seen: dict[str, _Seen] = {}
         self._looked_at: float | None = None
+        self.due_at = math.inf
+        """When the limit of the node that was heard longest ago is over, as of the last look."""
 
     def connected(self, node: str, now: float) -> None:
         """A node greeted us."""
@@ -65,10 +70,16 @@ class Silence:
                 seen.heard_at = min(now, max(seen.heard_at + late, least))
             return []
         found: list[e.NodeSilent] = []
+        oldest = math.inf
         for node, seen in self._seen.items():
-            if not seen.silent and now - seen.heard_at >= self._silence:
+            if seen.silent:
+                continue
+            if now >= seen.heard_at + self._silence:
                 seen.silent = True
                 found.append(e.NodeSilent(at=now, node=node, last_heard_at=seen.heard_at))
+            elif seen.heard_at < oldest:
+                oldest = seen.heard_at
+        self.due_at = oldest + self._silence
         return self._with_late(found, now) if found else []
 
     def _with_late(self, found: list[e.NodeSilent], now: float) -> list[e.NodeSilent]:
@@ -84,10 +95,6 @@ class Silence:
         seen = self._seen.get(node)
         return seen is not None and seen.silent
 
-    def next_look(self) -> float:
-        """Seconds between looks."""
-        return self._look
-
 
 class Stall(msgspec.Struct):
     """Progress words of one generation: when the last of them changed. Dropped with its generation."""
@@ -102,21 +109,24 @@ class Stall(msgspec.Struct):
     stalled: bool = False
     ever: bool = False
     """True once any word was written: a script that does not know Regrow never writes one."""
+    limit_seconds: float = math.inf
+    """As of the last look."""
 
     def words(self, progress: tuple[wire.RankProgress, ...], now: float) -> e.ProgressResumed | None:
         """Take a beat's words."""
-        changed = False
+        ages: list[float] = []
         for word in progress:
             known = self.ranks.get(word.rank)
             if known is None or (known.started_step, known.applied_step) != (word.started_step, word.applied_step):
-                changed = True
+                ages.append(word.age_seconds)
             elif known.phase != word.phase and word.phase not in STOPPED:
-                changed = True  # a process that is found not to run is the opposite of progress
+                # A process that is found not to run is the opposite of progress; one that runs again has not written yet.
+                ages.append(0.0 if known.phase in STOPPED else word.age_seconds)
             if known is None or known.phase != word.phase:
                 self._enter(word.phase, known.phase if known is not None else None)
             self.ranks[word.rank] = word
             self.seen_at[word.rank] = now
-        return self.moved(now) if changed else None
+        return self.moved(now, ago_seconds=min(ages)) if ages else None
 
     def _enter(self, phase: str, before: str | None) -> None:
         self.ever = self.ever or phase not in _IDLE_PHASES
@@ -125,6 +135,11 @@ class Stall(msgspec.Struct):
             self.num_in[before] -= 1
             if not self.num_in[before]:
                 del self.num_in[before]
+
+    @property
+    def due_at(self) -> float:
+        """When the limit is over if nothing moves."""
+        return math.inf if self.stalled else self.changed_at + self.limit_seconds
 
     @property
     def stopped(self) -> bool:
@@ -136,9 +151,9 @@ class Stall(msgspec.Struct):
         """What the ranks are doing."""
         return frozenset(self.num_in)
 
-    def moved(self, now: float) -> e.ProgressResumed | None:
-        """Something moved."""
-        self.changed_at = now
+    def moved(self, now: float, *, ago_seconds: float = 0.0) -> e.ProgressResumed | None:
+        """Something moved, and its agent saw that so long ago: beats come at intervals, and the limit counts from the change."""
+        self.changed_at = max(self.changed_at, now - max(0.0, ago_seconds))
         if not self.stalled:
             return None
         self.stalled = False
@@ -146,7 +161,8 @@ class Stall(msgspec.Struct):
 
     def look(self, now: float, limit_seconds: float) -> e.ProgressStalled | None:
         """Has nothing moved for too long? Said once until it moves again."""
-        if self.stalled or not self.ever or now - self.changed_at < limit_seconds:
+        self.limit_seconds = limit_seconds
+        if not self.ever or now < self.due_at:
             return None
         if all(phase in _IDLE_PHASES for phase in self.num_in):
             return None
@@ -158,3 +174,8 @@ class Stall(msgspec.Struct):
         return e.ProgressStalled(
             at=now, job=self.job, generation=self.generation, since=self.changed_at, limit_seconds=limit_seconds, ranks=ranks
         )
+
+
+def next_look(now: float, period_seconds: float, due: Iterable[float]) -> float:
+    """After the period, or sooner when a limit is over before: a verdict is not late by the time between two looks."""
+    return min([now + period_seconds, *(at for at in due if at > now)])

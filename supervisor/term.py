@@ -21,7 +21,7 @@ from regrow.supervisor.core.invariants import check
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.core.view import View
-from regrow.supervisor.detector import Silence, Stall
+from regrow.supervisor.detector import Silence, Stall, next_look
 from regrow.supervisor.effects import Effects, Incidents
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
@@ -118,8 +118,7 @@ class Term:
             while not self.ended.is_set():
                 now = self._now()
                 if now >= look_at:
-                    self._look(now)
-                    look_at = now + _LOOK_SECONDS
+                    look_at = self._look(now)
                 due = wake_at is not None and now >= wake_at
                 if self._queue or due:
                     wake_at = self._turn()
@@ -201,7 +200,7 @@ class Term:
                 self._told[name] = mark
                 self.effects.write(self._keys.job(name, "incidents"), msgspec.json.encode(Incidents(items=job.incidents)))
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float) -> float:
         for event in self._silence.look(now):
             self._reachable(event.node, now, reachable=False)
             self.post(event)
@@ -216,6 +215,7 @@ class Term:
                 found = self._lingers[name].idle(job.generation, now, job.spec.hang_idle_seconds)
             if found is not None:
                 self.post(found)
+        return next_look(now, _LOOK_SECONDS, (self._silence.due_at, *(stall.due_at for stall in self._stalls.values())))
 
     def _reachable(self, node: str, now: float, *, reachable: bool) -> None:
         for steps in self._steps.values():

@@ -25,8 +25,13 @@ def collect(
     now: float,
     draft: Draft,
 ) -> bool:
-    """Stacks of a hang, and reachability where all hang or fail alike. True while they are awaited."""
+    """Stacks of a hang, and reachability where all hang or fail alike. True while they are awaited.
+
+    Where a process is known not to run, its peers' stacks say nothing more of the cause: they are asked for and not awaited.
+    """
     waits = main.kind == "hang" and _stacks(job, generation, policy, now, draft)
+    if symptoms.is_explained_hang(generation, found):
+        return False
     if _all_alike(view, generation, found, main):
         waits |= _reach(view, job, generation, policy, now, draft)
     return waits
@@ -35,7 +40,10 @@ def collect(
 def ask_early(
     view: View, job: JobView, generation: GenerationView, found: tuple[Symptom, ...], policy: Policy, now: float, draft: Draft
 ) -> None:
-    """While an explanation for victims is waited for, the network can be asked about already."""
+    """While an explanation for victims is waited for, the network can be asked about already; and ranks that hang for their stacks."""
+    if all(symptom.kind == "hang" for symptom in found):
+        _stacks(job, generation, policy, now, draft)
+        return
     if not _victims(found):
         return
     due = min(symptom.seen_at for symptom in found) + policy.victim_seconds * _EARLY_SHARE

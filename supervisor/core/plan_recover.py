@@ -64,7 +64,7 @@ def _recover(
     found = findings.symptoms
     first = min(symptom.seen_at for symptom in found)
     explained = any(symptom.explains for symptom in found)
-    ready = first + (policy.coalesce_seconds if explained else policy.victim_seconds)
+    ready = first + _coalesce_seconds(view, generation, found, policy)
     if now < ready:
         evidence.ask_early(view, job, generation, found, policy, now, draft)
         draft.look(ready)
@@ -120,6 +120,20 @@ def _recover(
     plan_form.form(view, job, policy, now, taken, draft, cause)
     if len(draft.actions) > decided:  # first who is not trusted, then who trains: a leader that dies in between forgets neither
         draft.actions[decided:decided] = quarantines
+
+
+def _coalesce_seconds(view: View, generation: GenerationView, found: tuple[Symptom, ...], policy: Policy) -> float:
+    """How long after the first symptom the decision waits for others.
+
+    Not at all where the symptom is itself the end of a wait: a hang whose process is known, and silence (who falls silent with a
+    node is late by then, and `_burst` waits for that).
+    """
+    if symptoms.is_explained_hang(generation, found):
+        return 0.0
+    silent = [node for symptom in found if symptom.kind == "node_lost" and (node := view.nodes.get(symptom.node)) and node.silent_since]
+    if len(silent) == len(found):
+        return 0.0
+    return policy.coalesce_seconds if any(symptom.explains for symptom in found) else policy.victim_seconds
 
 
 def _burst(view: View, generation: GenerationView, found: tuple[Symptom, ...], policy: Policy, now: float) -> tuple[float, str] | None:

@@ -267,6 +267,11 @@ def is_halted(generation: GenerationView) -> bool:
     return generation.stall is not None and any(word.phase in hang.STOPPED for word in generation.stall.ranks)
 
 
+def is_explained_hang(generation: GenerationView, found: tuple[Symptom, ...]) -> bool:
+    """Nothing but a hang, and the process that it comes from is known: no other symptom can follow that would explain it better."""
+    return is_halted(generation) and all(symptom.kind == "hang" for symptom in found)
+
+
 def probes_are_in(view: View, generation: GenerationView, policy: Policy, now: float) -> bool:
     """Members were asked whom they reach, and all that can answer have, or had their time."""
     if generation.reach_asked_at is None:

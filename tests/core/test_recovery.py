@@ -196,9 +196,9 @@ def test_hang_collects_stacks_names_the_odd_rank_and_restarts() -> None:
     )
     world.now += 9
     world.tell(e.ProgressStalled(at=world.now, job="j", generation=1, since=world.now - 9, limit_seconds=8, ranks=ranks))
-    assert not world.take(a.AskStacks)
+    assert len(world.take(a.AskStacks)) == 1, "at once: they are on their way while the burst is waited for"
     world.wait(0.2)
-    assert len(world.take(a.AskStacks)) == 1
+    assert world.take() == []
     for rank in (0, 1, 3):
         world.tell(e.OutputKept(at=world.now, node="a", job="j", generation=1, rank=rank, kind="stacks", text='File "x", line 1'))
     world.wait(POLICY.stacks_seconds + 0.1)
@@ -206,6 +206,29 @@ def test_hang_collects_stacks_names_the_odd_rank_and_restarts() -> None:
     incident = world.job.incidents[-1]
     assert (incident.kind, incident.rank, incident.node) == ("hang", 2, "b")
     assert world.view.quarantine["GPU-b-0"].state == "suspect"
+
+
+def test_hang_of_a_process_that_does_not_run_waits_for_nothing() -> None:
+    world = running("a", "b")
+    world.now += 9
+    ranks = tuple(
+        wire.RankProgress(rank=rank, started_step=4, applied_step=3, phase="stopped" if rank == 2 else "step", age_seconds=9.0)
+        for rank in range(4)
+    )
+    world.tell(e.ProgressStalled(at=world.now, job="j", generation=1, since=world.now - 9, limit_seconds=8, ranks=ranks))
+    assert len(world.take(a.AskStacks)) == 1
+    assert world.generation.number == 2
+    assert world.job.incidents[-1].rank == 2
+
+
+def test_silence_is_a_wait_by_itself() -> None:
+    """Nobody else is late and nothing completes: the decision is made at the moment when progress excuses the silence no more."""
+    world = running("a", "b", "c", min_nodes=2)
+    heard = world.now - 2
+    world.tell(e.NodeSilent(at=world.now, node="c", last_heard_at=heard))
+    world.wait(POLICY.reconnect_seconds)
+    assert world.job.incidents[-1].kind == "node_lost"
+    assert world.generation.created_at == pytest.approx(heard + POLICY.reconnect_seconds)
 
 
 def test_stalls_of_an_old_generation_say_nothing_about_a_new_one() -> None:

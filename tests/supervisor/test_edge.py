@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from regrow import wire
 from regrow.supervisor.core import events as e
-from regrow.supervisor.detector import Silence, Stall
+from regrow.supervisor.detector import Silence, Stall, next_look
 from regrow.supervisor.steps import Steps
 
 
@@ -103,6 +105,39 @@ def test_a_process_found_stopped_is_no_progress_and_its_return_is() -> None:
     assert stall.look(11.0, 10.0) is not None
     assert stall.words((word(0, 1, 0), word(1, 1, 0)), 12.0) is not None
     assert not stall.stopped
+
+
+def test_a_stopped_process_that_goes_on_gets_the_whole_limit_again() -> None:
+    stall = Stall(job="j", generation=1, changed_at=0.0)
+    stall.words((word(0, 1, 0), word(1, 1, 0, "stopped")), 1.0)
+    stall.words((word(0, 1, 0), word(1, 1, 0, age=19.0)), 20.0)
+    assert stall.look(29.0, 10.0) is None
+    assert stall.look(30.0, 10.0) is not None
+
+
+def test_the_limit_counts_from_the_change_and_is_looked_at_when_it_is_over() -> None:
+    stall = Stall(job="j", generation=1, changed_at=0.0)
+    stall.words((word(0, 5, 4), word(1, 5, 4)), 1.0)
+    stall.words((word(0, 6, 5, age=0.09), word(1, 6, 5, age=0.07)), 2.0)
+    stall.words((word(0, 6, 6, age=3.0),), 2.02)  # a beat that was held up says nothing newer
+    assert stall.look(2.5, 1.0) is None
+    assert stall.due_at == pytest.approx(2.93)
+    assert next_look(2.5, 0.1, (stall.due_at, 2.4)) == 2.6
+    assert next_look(2.9, 0.1, (stall.due_at, 2.4)) == pytest.approx(2.93)
+    found = stall.look(stall.due_at, 1.0)
+    assert found is not None
+    assert found.since == pytest.approx(1.93)
+    assert stall.due_at == math.inf
+
+
+def test_silence_is_looked_at_when_its_limit_is_over() -> None:
+    silence = Silence(silence_seconds=2.0, look_seconds=0.1)
+    silence.connected("a", 0.03)
+    silence.connected("b", 0.09)
+    assert look_until(silence, 0.0, 1.95) == []
+    assert silence.due_at == pytest.approx(2.03)
+    (silent,) = silence.look(silence.due_at)
+    assert (silent.node, silence.due_at) == ("a", pytest.approx(2.09))
 
 
 def test_scripts_without_words_never_stall() -> None:
