@@ -60,13 +60,18 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def scan(path: str | Path) -> list[CatalogEntry]:
+def scan(path: str | Path, *, strict: bool = True) -> list[CatalogEntry]:
     """All checkpoints and leftovers of ours in a folder, newest first; a folder that is not there holds none.
 
     Names that are not ours are left out.
 
+    Args:
+        path: The job's checkpoint folder.
+        strict: False, for whoever adds to the folder or clears it up: one that cannot be read (no permission, a bad sector) is
+            damaged, and stops nothing. True, for whoever takes the newest: it may be that one, and the trouble may pass.
+
     Raises:
-        OperationalError: the folder cannot be listed. Never read as "no checkpoints".
+        OperationalError: the folder cannot be listed, or (strict) a checkpoint cannot be read. Never read as "no checkpoints".
     """
     folder = Path(path)
     try:
@@ -77,8 +82,17 @@ def scan(path: str | Path) -> list[CatalogEntry]:
     except OSError as error:
         hint = "check mount and permissions; nothing is concluded from a folder that cannot be read"
         raise OperationalError(f"checkpoint folder cannot be listed: {error.strerror}", where=str(folder), hint=hint) from error
-    entries = [read_entry(folder / name) for name in names]
+    entries = [read_entry(folder / name) if strict else _read_leniently(folder / name) for name in names]
     return sorted(entries, key=lambda entry: (entry.sequence, entry.generation, entry.step), reverse=True)
+
+
+def _read_leniently(directory: Path) -> CatalogEntry:
+    try:
+        return read_entry(directory)
+    except OperationalError as error:
+        step, generation, _ = parse_directory(directory.name) or (-1, -1, "")
+        where = str(directory.absolute())
+        return CatalogEntry(directory=where, state="damaged", problem=error.what, step=step, generation=generation)
 
 
 def read_entry(directory: Path) -> CatalogEntry:
@@ -90,6 +104,7 @@ def read_entry(directory: Path) -> CatalogEntry:
     where = str(directory.absolute())
     try:
         record = read_record(directory)
+        problem = set_aside_reason(directory) or _missing(directory, record)
     except FileNotFoundError:
         named = parse_directory(directory.name)
         step, generation = (named[0], named[1]) if named else (-1, -1)
@@ -97,8 +112,8 @@ def read_entry(directory: Path) -> CatalogEntry:
     except DamagedCheckpointError as error:
         return CatalogEntry(directory=where, state="damaged", problem=str(error))
     except OSError as error:
-        raise OperationalError(f"record cannot be read: {error.strerror}", where=where, hint="check the storage") from error
-    problem = set_aside_reason(directory) or _missing(directory, record)
+        hint = "check permissions and storage, or move it away"
+        raise OperationalError(f"checkpoint cannot be read: {error.strerror}", where=where, hint=hint) from error
     return CatalogEntry(
         directory=where,
         state="damaged" if problem else "restorable",

@@ -189,7 +189,7 @@ def write_record(pending: PendingCommit, *, written_at: float) -> Record:
         manifests = _read_reported(directory, pending)
         ranks = sorted((rank for manifest in manifests for rank in manifest.ranks), key=lambda rank: rank.rank)
         check_coverage(ranks)
-        entries = catalog.scan(directory.parent)
+        entries = catalog.scan(directory.parent, strict=False)
         own = next((entry for entry in entries if entry.name == directory.name and entry.sequence >= 0), None)
         _check_owner(pending, entries)
         _check_fence(pending, entries)

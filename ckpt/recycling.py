@@ -48,7 +48,7 @@ class Recycler:
         """Remove what could be recycled: there is no space. Returns how many files went."""
         count = 0
         with contextlib.suppress(OSError), self._lock:
-            for path in folder.glob(f"{TRASH}*/rank-*"):
+            for path in folder.glob(f"{TRASH}*/*"):
                 found = path.lstat()
                 if (found.st_dev, found.st_ino) in self._own:
                     path.unlink()

@@ -158,7 +158,7 @@ def prune(
         OperationalError: the folder cannot be listed, or a directory cannot be removed.
     """
     folder = Path(path)
-    choices = choose(scan(folder), policy, generation=generation, protected=protected, barred=barred)
+    choices = choose(scan(folder, strict=False), policy, generation=generation, protected=protected, barred=barred)
     if dry_run:
         return choices
     _empty_trash(folder)

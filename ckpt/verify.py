@@ -196,7 +196,7 @@ class _Run:
             self._found(entry.name, "altered", f"and {len(wrong) - 20} more blocks")
 
     def _origin(self, actual_digest: str) -> str:
-        for other in catalog.scan(self._directory.parent):
+        for other in catalog.scan(self._directory.parent, strict=False):
             if other.sequence >= 0 and other.name != self._directory.name:
                 record = read_record(Path(other.directory))
                 if any(entry.kind == "shards" and entry.digest == actual_digest for entry in record.files):

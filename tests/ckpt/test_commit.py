@@ -256,6 +256,21 @@ def test_one_job_a_folder(tmp_path):
     catalog.check_own(tmp_path / "missing", "job")
 
 
+def test_one_that_cannot_be_read_stops_neither_saves_nor_retention(tmp_path):
+    """A checkpoint that an administrator put there with other permissions, or a bad sector: here a record that is a folder."""
+    simple(tmp_path, 1)
+    unreadable = simple(tmp_path, 2)
+    (unreadable / "record.json").rename(unreadable / "record.old")
+    (unreadable / "record.json").mkdir()
+    for step in (3, 4):
+        simple(tmp_path, step)
+    choices = {choice.step: choice.keep for choice in prune(tmp_path, Retention(keep_last=1), generation=1)}
+    assert choices == {4: True, 3: False, 2: True, 1: False}
+    for look in (catalog.scan, catalog.newest_restorable, catalog.decide_restore):
+        with pytest.raises(OperationalError, match="cannot be read: Is a directory"):
+            look(tmp_path)
+
+
 def test_retention_keeps_what_it_must_and_touches_nothing_else(tmp_path):
     """F05: strange names, leftovers of this and of older generations, the live step, missing folder."""
     assert prune(tmp_path / "missing", Retention(), generation=1) == []

@@ -85,8 +85,11 @@ def test_a_full_disk_gets_its_space_back(trash, tmp_path):
     recycler = Recycler()
     other = trash.with_name("rank-00001.safetensors")
     other.write_bytes(b"y")
+    shared = trash.with_name("node-n0.shards")
+    shared.write_bytes(b"z")
     recycler.wrote(trash)
-    assert recycler.free(tmp_path) == 1
+    recycler.wrote(shared)
+    assert recycler.free(tmp_path) == 2
     assert not trash.exists()
     assert other.exists()
     assert os.listdir(tmp_path / "next") == []  # noqa: PTH208 - names

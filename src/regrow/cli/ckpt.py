@@ -51,7 +51,7 @@ def _ls(
     metric, num_best, highest = parse_best(mark) if mark else ("", 0, False)
     if not path.is_dir():
         raise no_such(path)
-    entries = scan(path)
+    entries = scan(path, strict=False)
     top = best([entry for entry in entries if entry.state == "restorable"], metric, count=num_best, highest=highest)
     if mark and not top:
         known = sorted({name for entry in entries for name in entry.metrics})
