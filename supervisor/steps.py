@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import statistics
 
+import msgspec
+
 from regrow import wire
+from regrow.ids import MeshShape
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core import sdc
 from regrow.supervisor.stragglers import Stragglers
 
 log = logging.getLogger("regrow.supervisor")
@@ -21,6 +25,7 @@ class _Open:
     __slots__ = (
         "again",
         "digests",
+        "evidence",
         "first_at",
         "grad_norm",
         "learning_rate",
@@ -43,6 +48,7 @@ class _Open:
         self.tokens = 0
         self.seconds: list[float] = []
         self.digests: dict[int, str] = {}
+        self.evidence: dict[int, wire.DigestEvidence] = {}
         self.nonfinite: dict[int, str] = {}
         self.again: list[int] = []
         self.replay: wire.ReplayVerdict | None = None
@@ -52,7 +58,10 @@ class Steps:
     """Counts which nodes applied which step. A node that cannot be heard does not hold the count up: the step of the others
     could not have completed without it."""
 
-    def __init__(self, job: str, generation: int, node_ranks: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, job: str, generation: int, node_ranks: dict[str, tuple[int, ...]], mesh: MeshShape | None = None) -> None:
+        """`mesh`: which ranks hold the same, to say where they differ."""
+        self._mesh = mesh
+        self._names: dict[int, tuple[str, ...]] = {}
         self.job = job
         self.generation = generation
         self._ranks = node_ranks
@@ -95,9 +104,22 @@ class Steps:
                     )
                 )
         if len(step.digests) == self._world:
-            found.append(e.DigestsReported(at=now, job=self.job, generation=self.generation, step=message.step, digests=step.digests))
+            where = self._located(step)
+            found.append(
+                e.DigestsReported(at=now, job=self.job, generation=self.generation, step=message.step, digests=step.digests, located=where)
+            )
             step.digests = {}
         return found + self._advance(node, message.step, now)
+
+    def _located(self, step: _Open) -> str:
+        """Where the digests of a step differ; empty when they do not."""
+        mesh, digests = self._mesh, step.digests
+        if mesh is None or sdc.vote(mesh, digests).verdict != "diverged":
+            return ""
+        named = {
+            rank: msgspec.structs.replace(one, names=self._names.get(rank % mesh.replica_size, ())) for rank, one in step.evidence.items()
+        }
+        return sdc.located(mesh, digests, named)
 
     def words(self, node: str, progress: tuple[wire.RankProgress, ...], now: float) -> list[e.Event]:
         """Progress words of a beat: they fill in for reports that were lost."""
@@ -129,6 +151,10 @@ class Steps:
             step.seconds.append(report.step_seconds)
         if report.digest:
             step.digests[report.rank] = report.copy_digest or report.digest
+        if report.evidence is not None:
+            step.evidence[report.rank] = report.evidence
+            if report.evidence.names:
+                self._names[report.rank] = report.evidence.names
         if report.nonfinite:
             step.nonfinite[report.rank] = report.nonfinite
             if report.nonfinite_again:
@@ -170,6 +196,11 @@ class Steps:
                     e.NonFiniteSeen(
                         at=now, job=self.job, generation=self.generation, step=step, ranks=open_step.nonfinite, again=tuple(open_step.again)
                     )
+                )
+            blamed = sdc.blame(open_step.evidence) if open_step is not None else None
+            if blamed is not None:
+                found.append(
+                    e.ReceivedWrong(at=now, job=self.job, generation=self.generation, rank=blamed.rank, step=step, reason=blamed.reason)
                 )
             if open_step is not None and open_step.replay is not None and open_step.replay.verdict != "diverged":
                 found.append(self._judged(step, open_step.replay, now))

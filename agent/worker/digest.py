@@ -25,14 +25,12 @@ import numpy.typing as npt
 import torch
 
 from regrow.agent.worker.data import mix
+from regrow.places import BLOCK_WORDS, MASK, block_text, locate
 
 Words = npt.NDArray[np.uint64]
 
-BLOCK_WORDS = 16384
-"""Words of a block: four buffers of this size stay in a core's second-level cache."""
 SMALL_WORDS = 2048
 """Tensors of up to so many words are gathered and digested together: a call costs more than their arithmetic."""
-_MASK = 0xFFFFFFFFFFFFFFFF
 _NUMPY_TYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FOLD_FIRST = np.uint64(32)
@@ -46,6 +44,10 @@ class Digests(msgspec.Struct, frozen=True):
     values: Words
     """One per name."""
     total: int
+    sums: Words
+    """One per name: the sum over its blocks that the value is made of."""
+    weighted: Words
+    """One per name: the same sum with each block's part times its number, from 1: two of a kind tell which block differs."""
 
     @property
     def text(self) -> str:
@@ -53,7 +55,7 @@ class Digests(msgspec.Struct, frozen=True):
         return f"{self.total:016x}"
 
     def first_difference(self, other: Digests) -> str:
-        """Name of the first tensor whose digest is another, or that only one side has; empty when all agree."""
+        """Name of the first tensor whose digest is another, or that only one side has, and where in it; empty when all agree."""
         if self.names != other.names:
             known = dict(zip(other.names, other.values.tolist(), strict=True))
             for name, value in zip(self.names, self.values.tolist(), strict=True):
@@ -61,7 +63,14 @@ class Digests(msgspec.Struct, frozen=True):
                     return name
             return next((name for name in other.names if name not in set(self.names)), "")
         different = np.nonzero(self.values != other.values)[0]
-        return self.names[int(different[0])] if different.size else ""
+        if not different.size:
+            return ""
+        first = int(different[0])
+        sums, weighted = (
+            int(mine[first]) - int(theirs[first]) for mine, theirs in ((self.sums, other.sums), (self.weighted, other.weighted))
+        )
+        block = locate(sums & MASK, weighted & MASK)
+        return f"{self.names[first]}, {block_text(block)}" if block else self.names[first]
 
 
 class Digester:
@@ -72,7 +81,7 @@ class Digester:
     """
 
     def __init__(self, key: int) -> None:
-        seed = mix(np.array([key & _MASK], dtype=np.uint64))
+        seed = mix(np.array([key & MASK], dtype=np.uint64))
         self._seed = int(seed[0])
         self._first = _odd_stream(self._seed ^ 0x1, BLOCK_WORDS)
         self._second = _odd_stream(self._seed ^ 0x2, BLOCK_WORDS)
@@ -87,12 +96,12 @@ class Digester:
     def tensor(self, tensor: torch.Tensor) -> int:
         """The digest of one tensor's bytes (a DTensor's local shard), whatever its type, shape and layout."""
         local = local_part(tensor)
-        return int(_finish([self._sum(local)], [local.numel() * local.element_size()])[0])
+        return int(_finish([self.sums(local)[0]], [local.numel() * local.element_size()])[0])
 
     def digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
         """Digests of named tensors. Names must be unique; their order does not change the total."""
         names: list[str] = []
-        sums: list[int] = []
+        sums: list[tuple[int, int]] = []
         sizes: list[int] = []
         keys: list[int] = []
         small: list[tuple[Words, bytes]] = []
@@ -105,30 +114,37 @@ class Digester:
             if local.device.type == "cpu" and sizes[-1] <= 8 * SMALL_WORDS:
                 small.append(_words(local))
                 places.append(len(sums))
-                sums.append(0)
+                sums.append((0, 0))
             else:
-                sums.append(self._sum(local))
+                sums.append(self.sums(local))
         for place, found in zip(places, self._sum_small(small), strict=True):
-            sums[place] = found
-        values = _finish(sums, sizes)
-        return Digests(tuple(names), values, _dot(values, np.array(keys, dtype=np.uint64)))
+            sums[place] = (found, found)  # one block, number 1
+        plain, weighted = (np.array(column, dtype=np.uint64) for column in (zip(*sums, strict=True) if sums else ((), ())))
+        values = _finish(plain.tolist(), sizes)
+        return Digests(tuple(names), values, _dot(values, np.array(keys, dtype=np.uint64)), plain, weighted)
 
-    def _sum(self, local: torch.Tensor) -> int:
+    def keyed(self, tensors: Iterable[tuple[str, torch.Tensor]], found: Digests) -> Words:
+        """What each tensor adds to the total of `found`, which was taken of the same tensors."""
+        return found.values * np.array([self._name_key(name, local_part(tensor)) for name, tensor in tensors], dtype=np.uint64)
+
+    def sums(self, local: torch.Tensor) -> tuple[int, int]:
+        """The sum over the blocks of a plain tensor, and the one weighted with their numbers. Equal for equal bytes."""
         return self._sum_words(*_words(local)) if local.device.type == "cpu" else self.sum_in_torch(local)
+
+    def _over_blocks(self, sums: Sequence[int]) -> tuple[int, int]:
+        parts = np.array(sums, dtype=np.uint64) * self._block_factors(len(sums))
+        return int(parts.sum()), _dot(parts, np.arange(1, len(sums) + 1, dtype=np.uint64))
 
     # --- NumPy on the tensor's memory -------------------------------------------------------------------------
 
-    def _sum_words(self, words: Words, tail: bytes) -> int:
-        num_blocks = -(-words.size // BLOCK_WORDS) or 1
+    def _sum_words(self, words: Words, tail: bytes) -> tuple[int, int]:
         sums = [self._sum_block(words[begin : begin + BLOCK_WORDS]) for begin in range(0, words.size, BLOCK_WORDS)] or [0]
         if tail:
             place = words.size % BLOCK_WORDS
             if place == 0 and words.size:
                 sums.append(0)
-                num_blocks += 1
-            sums[-1] = (sums[-1] + self._sum_at(np.frombuffer(tail.ljust(8, b"\0"), dtype=np.uint64), place)) & _MASK
-        factors = self._block_factors(num_blocks)
-        return _dot(np.array(sums, dtype=np.uint64), factors)
+            sums[-1] = (sums[-1] + self._sum_at(np.frombuffer(tail.ljust(8, b"\0"), dtype=np.uint64), place)) & MASK
+        return self._over_blocks(sums)
 
     def _sum_block(self, words: Words) -> int:
         return self._sum_at(words, 0)
@@ -157,7 +173,7 @@ class Digester:
                 gathering = self._gatherings[sizes] = _Gathering(sizes, self._first, self._second)
             sums += gathering.sums(group, self)
         factor = int(self._block_factors(1)[0])
-        return [value * factor & _MASK for value in sums]
+        return [value * factor & MASK for value in sums]
 
     def mixed_products(self, words: Words, first: Words, second: Words) -> Words:
         """B_j * fold(M * fold(A_j * w)) of gathered words, in the work buffer."""
@@ -172,8 +188,8 @@ class Digester:
 
     # --- torch, for tensors on a device -----------------------------------------------------------------------
 
-    def sum_in_torch(self, local: torch.Tensor) -> int:
-        """The same sum with torch operations on int64, on the tensor's device."""
+    def sum_in_torch(self, local: torch.Tensor) -> tuple[int, int]:
+        """The same sums with torch operations on int64, on the tensor's device."""
         raw = local.detach().contiguous().view(-1).view(torch.uint8)
         padded = -(-raw.numel() // 8) * 8
         if padded != raw.numel():
@@ -181,11 +197,7 @@ class Digester:
         words = raw.view(torch.int64)
         first, second = self._tables_on(local.device)
         sums = [self._sum_block_in_torch(block, first, second) for block in words.split(BLOCK_WORDS)]
-        total = 0
-        factors = self._block_factors(max(1, len(sums)))
-        for value, factor in zip(torch.stack(sums).tolist() if sums else [], factors.tolist(), strict=False):
-            total = (total + value * factor) & _MASK
-        return total
+        return self._over_blocks([value & MASK for value in (torch.stack(sums).tolist() if sums else [0])])
 
     def _sum_block_in_torch(self, block: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         work = block * first[: block.numel()]
@@ -274,7 +286,7 @@ def _odd_stream(seed: int, count: int) -> Words:
     """Keyed odd numbers: splitmix64 of a counter, lowest bit set."""
     counter = np.arange(1, count + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        return mix(mix(np.array([seed & _MASK], dtype=np.uint64)) + counter * _GOLDEN) | np.uint64(1)
+        return mix(mix(np.array([seed & MASK], dtype=np.uint64)) + counter * _GOLDEN) | np.uint64(1)
 
 
 def _dot(left: Words, right: Words) -> int:

@@ -77,6 +77,10 @@ class Watch(Protocol):
         """Beside AT_REST, under HSDP: what is compared with the copies of a shard. Once a step; empty: nothing."""
         ...
 
+    def take_evidence(self, *, names: bool) -> wire.DigestEvidence | None:
+        """Beside a digest: where a difference is, and what was received otherwise than its owner has it. Once a step; None: nothing."""
+        ...
+
     def doubt(self, reason: str) -> None:
         """Why the newest snapshot that was not published was not; empty: none was refused."""
         ...
@@ -145,6 +149,11 @@ class NoWatch:
     def take_copies(self) -> str:
         """No copies."""
         return ""
+
+    def take_evidence(self, *, names: bool) -> wire.DigestEvidence | None:
+        """No evidence."""
+        del names
+        return None
 
     def doubt(self, reason: str) -> None:
         """Nothing to look into."""

@@ -204,6 +204,8 @@ class StepLoop:
         self._damaged |= bool(mismatch)
         self._doubtful |= bool(nonfinite) or (verdict is not None and verdict.verdict == "diverged" and not verdict.repaired)
         environment = self._environment
+        evidence = self.watch.take_evidence(names=environment.rank < environment.spec.mesh.replica_size)
+        self._damaged |= evidence is not None and bool(evidence.received)
         compute = measures.compute_seconds if measures.compute_seconds is not None else self._computed
         self._link.send(
             wire.StepReport(
@@ -220,11 +222,17 @@ class StepLoop:
                 digest=digest,
                 copy_digest=self.watch.take_copies(),
                 at_rest_mismatch=mismatch,
+                evidence=evidence,
                 nonfinite=nonfinite,
                 nonfinite_again=self._nonfinite_again if nonfinite else None,
                 replay=verdict,
             ),
-            droppable=not (mismatch or nonfinite or (verdict is not None and verdict.verdict == "diverged")),
+            droppable=not (
+                mismatch
+                or nonfinite
+                or (evidence is not None and evidence.received)
+                or (verdict is not None and verdict.verdict == "diverged")
+            ),
         )
 
     # --- agreement --------------------------------------------------------------------------------------------

@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from regrow.agent.worker.chaos import Faults
-from regrow.agent.worker.digest import Digester, Digests, local_part
+from regrow.agent.worker.digest import Digester, Digests, Words, local_part
+from regrow.agent.worker.received import GatherWatch, Received
 from regrow.ckpt.finite import unpublished
-from regrow.wire import AT_REST
+from regrow.places import MASK
+from regrow.wire import AT_REST, DigestEvidence
 
 WHOLE = (0, 1)
 Named = list[tuple[str, torch.Tensor]]
@@ -106,10 +109,17 @@ class StateWatch:
         self._budget = budget
         self._rest: tuple[Digests, Digests] | None = None
         self._looked: tuple[Named, Named] = ([], [])
+        self._numbers: Words = np.empty(0, dtype=np.uint64)
+        self._names: tuple[str, ...] = ()
+        self._told: tuple[str, ...] = ()
+        self._places = ""
+        self._gathers = GatherWatch(modules, digester)
+        self._received: Received | None = None
         self._apart = 0
         self._copies = ""
         self._mismatch = ""
         self._cost = 0.0
+        self._parts_looked = 1
         self.parts = 1
         """In how many steps everything is looked at once."""
         self.num_checks = 0
@@ -153,6 +163,8 @@ class StateWatch:
         replicated, sharded = self._rest
         self._rest = None
         self.num_checks += 1
+        self._received = self._gathers.compare()
+        self._cost += self._gathers.seconds * self._parts_looked
         now = self._digests()  # of the tensors that were looked at: at rest, nobody puts others in their place
         self._mismatch = self._mismatch or replicated.first_difference(now[0]) or sharded.first_difference(now[1])
 
@@ -167,6 +179,9 @@ class StateWatch:
         self._look(part)
         self._rest = self._digests()
         self._cost = 2 * (time.process_time() - begin) * part[1]
+        self._parts_looked = part[1]
+        self._places = self._placed(self._rest[0])
+        self._gathers.arm(part_of([entry for entry in named_parameters(self._modules) if not is_replicated(entry[1])], *part, whole=True))
         if self._apart:
             self._copies = f"{self._apart}/{self._rest[0].text}"
             return AT_REST
@@ -176,6 +191,30 @@ class StateWatch:
         """Beside AT_REST, under HSDP: "<k>/<hex>" of what every k-th replica holds, too. Once a step."""
         found, self._copies = self._copies, ""
         return found
+
+    def take_evidence(self, *, names: bool) -> DigestEvidence | None:
+        """Beside the digest, once a step: what tells the tensor that differs, and what was received otherwise than its owner has it.
+
+        Args:
+            names: tell the names that places refer to, when they are others than those told last.
+        """
+        places, self._places = self._places, ""
+        received, self._received = self._received, None
+        told: tuple[str, ...] = ()
+        if names and places and self._names != self._told:
+            told = self._told = self._names
+        if not places and (received is None or not received.wrong):
+            return None
+        wrong = received.wrong if received is not None else {}
+        return DigestEvidence(places=places, names=told, received=wrong, receivers=received.receivers if received is not None else 0)
+
+    def _placed(self, shared: Digests) -> str:
+        """Three words that tell, of two ranks with one differing tensor, which one and where (places.py)."""
+        if not shared.names:
+            return ""
+        parts = self._digester.keyed(self._looked[0], shared)
+        sums = (int((parts * self._numbers).sum()), int(shared.sums.sum()), int(shared.weighted.sum()))
+        return "".join(f"{value & MASK:016x}" for value in sums)
 
     def resting(self, step: int) -> None:
         """From here to the next update nothing may change."""
@@ -202,6 +241,8 @@ class StateWatch:
         cut = {f"optimizer.{name}": num_shards(parameter) for name, parameter in parameters if not is_replicated(parameter)}
         tensors = [(f"model.{name}", parameter) for name, parameter in parameters]
         tensors += [(f"optimizer.{name}", tensor) for name, tensor in state_of(parameters, self._optimizers)]
+        self._names = tuple(name for name, _ in tensors)
+        numbers = {name: number for number, name in enumerate(self._names, start=1)}
         replicated: Named = []
         copied: Named = []
         sharded: Named = []
@@ -218,6 +259,7 @@ class StateWatch:
                 sharded.append((name, tensor))
         self._apart = apart if not replicated else 0
         self._looked = (copied, sharded) if self._apart else (replicated, sharded + copied)
+        self._numbers = np.array([numbers[name] for name, _ in self._looked[0]], dtype=np.uint64)
 
     def _digests(self) -> tuple[Digests, Digests]:
         shared, alone = self._looked
@@ -230,11 +272,12 @@ class StateWatch:
             yield f"optimizer.{name}", tensor
 
 
-def part_of(tensors: list[tuple[str, torch.Tensor]], part: int, parts: int) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of part 0..parts-1: runs of about equal size, every tensor in exactly one. Replicas cut alike."""
+def part_of(tensors: list[tuple[str, torch.Tensor]], part: int, parts: int, *, whole: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of part 0..parts-1: runs of about equal size, every tensor in exactly one. Replicas cut alike, and with `whole`, where
+    the sizes are those of whole tensors, the owners of their shards do, too."""
     if parts == 1:
         return tensors
-    sizes = [local_part(tensor).numel() for _, tensor in tensors]
+    sizes = [tensor.numel() if whole else local_part(tensor).numel() for _, tensor in tensors]
     total, before = sum(sizes) or 1, 0
     chosen: list[tuple[str, torch.Tensor]] = []
     for entry, size in zip(tensors, sizes, strict=True):

@@ -263,6 +263,20 @@ class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Repeated on another device too."""
 
 
+class DigestEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Beside a digest."""
+
+    places: str = ""
+    """Three 64-bit words in hex of the tensors that the digest is of: their keyed digests, each times its number from 1; the sums of
+    their blocks; these weighted with the blocks' numbers. Where one tensor differs, those of two ranks tell which and where."""
+    names: tuple[str, ...] = ()
+    """The numbers' names, from 1, when they are new, of the first replica's ranks."""
+    received: dict[int, str] = {}
+    """{owner's rank: first of its parameters that arrived otherwise in an all-gather than the owner had it at rest}."""
+    receivers: int = 0
+    """Ranks that received the same, the owner included."""
+
+
 AT_REST = "rest"
 """In place of a digest that there is nobody to compare with."""
 
@@ -287,6 +301,7 @@ class StepReport(_Message, frozen=True, kw_only=True, tag="step"):
     rank holds is replicated, it is only compared with itself before the next update."""
     copy_digest: str = ""
     """"<k>/<hex>" where shards are held in copies: replicas whose numbers are equal modulo k hold the same bytes (HSDP)."""
+    evidence: DigestEvidence | None = None
     at_rest_mismatch: str = ""
     """Name of the first tensor whose bytes changed between two steps, when that was seen."""
     nonfinite: str = ""

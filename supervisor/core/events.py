@@ -19,6 +19,11 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_
     at: float
 
 
+class _OfGeneration(_Event, frozen=True, kw_only=True):
+    job: str
+    generation: int
+
+
 # --- the supervisor itself -------------------------------------------------------------------------------------
 
 
@@ -186,11 +191,8 @@ class QuarantineLoaded(_Event, frozen=True, kw_only=True, tag="quarantine_loaded
 # --- generations -----------------------------------------------------------------------------------------------
 
 
-class GenerationRecorded(_Event, frozen=True, kw_only=True, tag="generation_recorded"):
+class GenerationRecorded(_OfGeneration, frozen=True, kw_only=True, tag="generation_recorded"):
     """The generation record is in the store: from here on lower ones cannot publish."""
-
-    job: str
-    generation: int
 
 
 class MemberPhase(_Event, frozen=True, kw_only=True, tag="member_phase"):
@@ -214,11 +216,9 @@ class WorkersExited(_Event, frozen=True, kw_only=True, tag="workers_exited"):
     exits: tuple[wire.WorkerExit, ...]
 
 
-class StepsCompleted(_Event, frozen=True, kw_only=True, tag="steps_completed"):
+class StepsCompleted(_OfGeneration, frozen=True, kw_only=True, tag="steps_completed"):
     """Every rank applied `step`. `num_steps` steps since the last such event."""
 
-    job: str
-    generation: int
     step: int
     num_steps: int = 1
     step_seconds: float = 0.0
@@ -231,50 +231,51 @@ class StepsCompleted(_Event, frozen=True, kw_only=True, tag="steps_completed"):
     """{rank: by what share of the compute time it computes longer than it did, against the others}; rank -1: all."""
 
 
-class DigestsReported(_Event, frozen=True, kw_only=True, tag="digests_reported"):
+class DigestsReported(_OfGeneration, frozen=True, kw_only=True, tag="digests_reported"):
     """Digests of the full state of each rank after a step, for the vote over replicas."""
 
-    job: str
-    generation: int
     step: int
     digests: dict[int, str]
+    located: str = ""
+    """When they differ: in which tensor and block, if that can be told."""
 
 
-class AtRestMismatch(_Event, frozen=True, kw_only=True, tag="at_rest_mismatch"):
+class AtRestMismatch(_OfGeneration, frozen=True, kw_only=True, tag="at_rest_mismatch"):
     """A rank's own state changed between two steps: that rank's memory is not to be trusted."""
 
-    job: str
-    generation: int
     rank: int
     step: int
     tensor: str
 
 
-class ReplayJudged(_Event, frozen=True, kw_only=True, tag="replay_judged"):
+class ReceivedWrong(_OfGeneration, frozen=True, kw_only=True, tag="received_wrong"):
+    """Sharded parameters arrived otherwise in an all-gather than their owner had them at rest."""
+
+    rank: int
+    """Whose fault it is; -1: cannot be told."""
+    step: int
+    reason: str
+
+
+class ReplayJudged(_OfGeneration, frozen=True, kw_only=True, tag="replay_judged"):
     """A sampled micro-step was done again and its gradients compared."""
 
-    job: str
-    generation: int
     step: int
     verdict: wire.ReplayVerdict
 
 
-class NonFiniteSeen(_Event, frozen=True, kw_only=True, tag="non_finite_seen"):
+class NonFiniteSeen(_OfGeneration, frozen=True, kw_only=True, tag="non_finite_seen"):
     """Something was infinite or NaN at a step: {rank: what}. Named parameters are of the rank's own gradient, before any sum."""
 
-    job: str
-    generation: int
     step: int
     ranks: dict[int, str]
     again: tuple[int, ...] = ()
     """Ranks on which the same work gave it again when it was repeated."""
 
 
-class ProgressStalled(_Event, frozen=True, kw_only=True, tag="progress_stalled"):
+class ProgressStalled(_OfGeneration, frozen=True, kw_only=True, tag="progress_stalled"):
     """No rank's progress word changed for longer than the limit."""
 
-    job: str
-    generation: int
     since: float
     limit_seconds: float
     ranks: tuple[wire.RankProgress, ...] = ()
@@ -282,11 +283,8 @@ class ProgressStalled(_Event, frozen=True, kw_only=True, tag="progress_stalled")
     """The program is over (ranks ended with 0, or declared their end); `ranks` are those that neither end nor use CPU time."""
 
 
-class ProgressResumed(_Event, frozen=True, kw_only=True, tag="progress_resumed"):
+class ProgressResumed(_OfGeneration, frozen=True, kw_only=True, tag="progress_resumed"):
     """A stalled generation moves again."""
-
-    job: str
-    generation: int
 
 
 class OutputKept(_Event, frozen=True, kw_only=True, tag="output_kept"):
@@ -332,11 +330,9 @@ class StartWasRefused(_Event, frozen=True, kw_only=True, tag="start_was_refused"
     node_unusable: bool = False
 
 
-class CheckpointMoved(_Event, frozen=True, kw_only=True, tag="checkpoint_moved"):
+class CheckpointMoved(_OfGeneration, frozen=True, kw_only=True, tag="checkpoint_moved"):
     """A checkpoint reached another state."""
 
-    job: str
-    generation: int
     step: int
     state: Literal["snapshot", "durable", "committed", "pending", "failed", "skipped"]
     node: str = ""
@@ -384,6 +380,7 @@ Event = (
     | StepsCompleted
     | DigestsReported
     | AtRestMismatch
+    | ReceivedWrong
     | NonFiniteSeen
     | ReplayJudged
     | ProgressStalled

@@ -61,6 +61,7 @@ _OfGeneration = (
     | e.StepsCompleted
     | e.DigestsReported
     | e.AtRestMismatch
+    | e.ReceivedWrong
     | e.NonFiniteSeen
     | e.ReplayJudged
     | e.ProgressStalled
@@ -88,10 +89,10 @@ def _of_generation(view: View, event: _OfGeneration) -> View:
         return view
     if isinstance(event, e.StartWasRefused) and event.node_unusable:
         view = fold_nodes.unusable(view, event.node, event.reason)
-    return with_job(view, _fold_current(job, current, event))
+    return with_job(view, _fold_current(view, job, current, event))
 
 
-def _fold_current(job: JobView, current: GenerationView, event: _OfGeneration) -> JobView:
+def _fold_current(view: View, job: JobView, current: GenerationView, event: _OfGeneration) -> JobView:
     match event:
         case e.GenerationRecorded():
             return generation.recorded(job, current, event)
@@ -101,8 +102,8 @@ def _fold_current(job: JobView, current: GenerationView, event: _OfGeneration) -
             return generation.exited(job, current, event)
         case e.StepsCompleted():
             return generation.steps_completed(job, current, event)
-        case e.DigestsReported() | e.AtRestMismatch() | e.NonFiniteSeen() | e.ReplayJudged():
-            return fold_corruption.found(job, current, event)
+        case e.DigestsReported() | e.AtRestMismatch() | e.ReceivedWrong() | e.NonFiniteSeen() | e.ReplayJudged():
+            return fold_corruption.found(view, job, current, event)
         case e.ProgressStalled():
             return generation.stalled(job, current, event)
         case e.ProgressResumed():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core import sdc
-from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite
+from regrow.supervisor.core import quarantine, sdc
+from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite, View
 
 _change = msgspec.structs.replace
 _AGREED_HISTORY = 256
@@ -15,17 +15,22 @@ _ONCE_LIMIT = 2
 """Checks in which a rank was wrong once, each time right when repeated: so many are no accident."""
 
 
-def found(job: JobView, current: GenerationView, event: e.DigestsReported | e.AtRestMismatch | e.NonFiniteSeen | e.ReplayJudged) -> JobView:
+Fact = e.DigestsReported | e.AtRestMismatch | e.ReceivedWrong | e.NonFiniteSeen | e.ReplayJudged
+
+
+def found(view: View, job: JobView, current: GenerationView, event: Fact) -> JobView:
     """One of these facts."""
     match event:
         case e.DigestsReported():
             return _digests(job, current, event)
         case e.AtRestMismatch():
             return _at_rest(job, current, event)
+        case e.ReceivedWrong():
+            return _received(job, current, event)
         case e.NonFiniteSeen():
             return _non_finite(job, current, event)
         case e.ReplayJudged():
-            return _replayed(job, current, event)
+            return _replayed(view, job, current, event)
 
 
 def _digests(job: JobView, current: GenerationView, event: e.DigestsReported) -> JobView:
@@ -40,7 +45,8 @@ def _digests(job: JobView, current: GenerationView, event: e.DigestsReported) ->
     if result.verdict == "skipped" or current.divergence is not None:
         return job
     rank = result.suspects[0] if result.suspects else -1
-    found = Divergence(at=event.at, step=event.step, rank=rank, text=result.reason)
+    text = f"{result.reason}; {event.located}" if event.located else result.reason
+    found = Divergence(at=event.at, step=event.step, rank=rank, text=text)
     return _change(job, generation=_change(current, divergence=found))
 
 
@@ -54,8 +60,17 @@ def _at_rest(job: JobView, current: GenerationView, event: e.AtRestMismatch) -> 
     return _change(job, generation=_change(current, divergence=Divergence(at=event.at, step=event.step, rank=event.rank, text=text)))
 
 
-def _replayed(job: JobView, current: GenerationView, event: e.ReplayJudged) -> JobView:
-    """A repeated micro-step. One wrong result that was replaced is remembered; the second of a rank accuses it."""
+def _received(job: JobView, current: GenerationView, event: e.ReceivedWrong) -> JobView:
+    """An all-gather gave out what its owner did not have: the gradients of the step are wrong, the state before it is not."""
+    job = _change(job, digest_checks=job.digest_checks | {"received_wrong": job.digest_checks.get("received_wrong", 0) + 1})
+    if current.divergence is not None:
+        return job
+    found = Divergence(at=event.at, step=event.step, rank=event.rank, text=f"step {event.step}: {event.reason}")
+    return _change(job, generation=_change(current, divergence=found))
+
+
+def _replayed(view: View, job: JobView, current: GenerationView, event: e.ReplayJudged) -> JobView:
+    """A repeated micro-step. One wrong result that was replaced is remembered; the second of a rank, or of its hardware in weeks, accuses it."""
     verdict = event.verdict
     name = f"replay_{verdict.verdict}"
     job = _change(job, digest_checks=job.digest_checks | {name: job.digest_checks.get(name, 0) + 1})
@@ -67,14 +82,26 @@ def _replayed(job: JobView, current: GenerationView, event: e.ReplayJudged) -> J
     current = _change(current, wrong_once=known)
     suspects, text = verdict.suspects, verdict.reason
     often = [rank for rank in verdict.once if known[rank] >= _ONCE_LIMIT]
+    before = [rank for rank in verdict.once if _suspected(view, current, rank, event.at)]
     if not suspects and often:
         suspects, text = (often[0],), f"{text}; the {known[often[0]]}. check that rank {often[0]} fails in this generation"
+    elif not suspects and before:
+        suspects, text = (before[0],), f"{text}; the hardware of rank {before[0]} has failed such checks in earlier generations"
     if not suspects and verdict.repaired:
         return _change(job, generation=current)
     one_place = len({current.node_of(rank) for rank in suspects}) == 1
     rank = suspects[0] if one_place else -1
     found = Divergence(at=event.at, step=event.step, rank=rank, text=f"step {event.step}: {text}", clean_step=current.replay_clean_step)
     return _change(job, generation=_change(current, divergence=found))
+
+
+def _suspected(view: View, current: GenerationView, rank: int, now: float) -> bool:
+    """Whether one more wrong result is too much for what is remembered of this rank's hardware."""
+    node = view.nodes.get(current.node_of(rank))
+    if node is None:
+        return False
+    record = view.quarantine.get(quarantine.key_of(view, node, current.device_of(rank)))
+    return 1.0 + quarantine.suspicion(record, now) >= quarantine.SUSPICION_LIMIT
 
 
 _WHOLE = ("loss", "grad_norm")

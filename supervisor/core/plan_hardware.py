@@ -10,7 +10,7 @@ from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import QuarantineRecord
-from regrow.supervisor.core.view import NodeView, View
+from regrow.supervisor.core.view import GenerationView, JobView, NodeView, View
 
 _moving: Memo[tuple[QuarantineRecord, ...]] = Memo()
 """Records that time or evidence may move on: those of hardware that was repaired long ago are many and stay as they are."""
@@ -29,6 +29,25 @@ def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
     for node in standing.notable(view):
         if node.connected and quarantine.is_bad(node):
             _condemn(view, node, policy, now, draft)
+    for job in view.jobs.values():
+        if job.generation is not None and job.generation.wrong_once:
+            _remember(view, job, job.generation, now, draft)
+
+
+def _remember(view: View, job: JobView, generation: GenerationView, now: float, draft: Draft) -> None:
+    """Results that were wrong once outlive the generation, with the hardware that gave them."""
+    for rank, count in generation.wrong_once.items():
+        node = view.nodes.get(generation.node_of(rank))
+        if node is None:
+            continue
+        key = quarantine.key_of(view, node, generation.device_of(rank))
+        previous = view.quarantine.get(key)
+        mark = f"{job.spec.job}/{generation.number}/{rank}/{count}"
+        if previous is None or previous.suspected_by != mark:
+            record = quarantine.remember(previous, key=key, node=node, now=now, mark=mark)
+            draft.act(
+                a.SetQuarantine(record=record), because=f"{key}: a result of rank {rank} was wrong once, suspicion {record.suspicion:.2f}"
+            )
 
 
 def _move_on(view: View, record: QuarantineRecord, policy: Policy, now: float, draft: Draft) -> None:

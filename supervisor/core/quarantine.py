@@ -17,6 +17,9 @@ from regrow.supervisor.core.view import NodeView, View
 
 OUT = ("quarantined", "burn_in")
 """States in which hardware is not used."""
+SUSPICION_HALF_LIFE_SECONDS = 14 * 86_400.0
+SUSPICION_LIMIT = 1.5
+"""With this much of it hardware is accused: the second wrong result within two weeks of the first, in any job."""
 REPAIR_ACTIONS = ("reset", "reboot", "replace")
 """Health actions that take a node out; watch and restart_app do not."""
 
@@ -72,8 +75,8 @@ def put_out(
     """Quarantine, with a cool-down that doubles with each strike."""
     strikes = (previous.strikes if previous else 0) + 1
     cooldown = min(policy.quarantine_most_seconds, policy.quarantine_seconds * 2 ** (strikes - 1))
-    return QuarantineRecord(
-        key=key,
+    return msgspec.structs.replace(
+        previous or QuarantineRecord(key=key, state="quarantined", since=now),
         state="quarantined",
         since=now,
         until=now + cooldown,
@@ -89,16 +92,29 @@ def suspect(previous: QuarantineRecord | None, *, key: str, node: NodeView, now:
     """A soft sign: the first makes a suspect, a second one within the window (or on probation) quarantines."""
     if previous is not None and previous.state in ("suspect", "probation") and (previous.until is None or now < previous.until):
         return put_out(previous, key=key, node=node, now=now, reason=f"{reason} (again: {previous.reason})", evidence=(), policy=policy)
-    return QuarantineRecord(
-        key=key,
+    return msgspec.structs.replace(
+        previous or QuarantineRecord(key=key, state="suspect", since=now),
         state="suspect",
         since=now,
         until=now + policy.suspect_seconds,
-        strikes=previous.strikes if previous else 0,
         reason=reason,
         node=node.name,
+        evidence=(),
         boot_id=node.boot_id,
     )
+
+
+def suspicion(record: QuarantineRecord | None, now: float) -> float:
+    """What is left of it: half of it after two weeks, whatever was clean meanwhile."""
+    if record is None or record.suspected_at is None:
+        return 0.0
+    return record.suspicion * 0.5 ** (max(0.0, now - record.suspected_at) / SUSPICION_HALF_LIFE_SECONDS)
+
+
+def remember(previous: QuarantineRecord | None, *, key: str, node: NodeView, now: float, mark: str) -> QuarantineRecord:
+    """One more result that was wrong once; the state stays as it is."""
+    known = previous or QuarantineRecord(key=key, state="healthy", since=now, node=node.name, boot_id=node.boot_id)
+    return msgspec.structs.replace(known, suspicion=suspicion(previous, now) + 1.0, suspected_at=now, suspected_by=mark)
 
 
 def next_state(record: QuarantineRecord, node: NodeView | None, policy: Policy, now: float) -> QuarantineRecord | None:

@@ -91,6 +91,11 @@ class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     boot_id: str = ""
     """Boot of the host when it was quarantined: another one is evidence of a repair."""
+    suspicion: float = 0.0
+    """Results that were wrong once and right when repeated, as of `suspected_at`: it halves in two weeks and is counted on in later jobs."""
+    suspected_at: float | None = None
+    suspected_by: str = ""
+    """The last one that was counted: job/generation/rank/number."""
     version: int = wire.PROTOCOL_VERSION
 
 

@@ -10,7 +10,7 @@ from regrow.supervisor import documents
 from regrow.supervisor.stats.parts import Case, JobStory
 from regrow.supervisor.stats.story import seconds_lost
 
-_HARDWARE = frozenset(("node_health", "at_rest_mismatch"))
+_HARDWARE = frozenset(("node_health", "at_rest_mismatch", "received_wrong"))
 _DIRECT = frozenset(("workers_exited", "restore_was_refused", "start_was_refused", "non_finite_seen", "command_given", "node_leaving"))
 _INDIRECT = frozenset(("node_disconnected", "node_silent", "lease_expired", "progress_stalled", "peers_were_probed"))
 

@@ -19,6 +19,7 @@ EVIDENCE = frozenset(
         "peers_were_probed",
         "output_kept",
         "at_rest_mismatch",
+        "received_wrong",
         "non_finite_seen",
         "restore_was_refused",
         "start_was_refused",
@@ -165,6 +166,8 @@ def words(entry: Entry) -> str:
         return f"{entry.data.get('kind', 'output')} of rank {entry.data.get('rank', '?')}: {(lines or [''])[0]}"[:240]
     if entry.kind == "at_rest_mismatch":
         return f"rank {entry.data.get('rank')}: {entry.data.get('tensor')} changed at rest before step {entry.data.get('step')}"
+    if entry.kind == "received_wrong":
+        return f"step {entry.data.get('step')}: {entry.data.get('reason')}"[:400]
     if entry.kind == "non_finite_seen":
         return f"not finite at step {entry.data.get('step')}: {entry.data.get('ranks')}"
     if entry.kind == "lease_expired":

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.agent.worker.chaos import flip_bit
-from regrow.agent.worker.digest import BLOCK_WORDS, SMALL_WORDS, Digester
+from regrow.agent.worker.digest import SMALL_WORDS, Digester
+from regrow.places import BLOCK_WORDS, MASK, block_text, locate
 
 KEYS = [0, 1, 0xDEADBEEFCAFEF00D, (1 << 64) - 1]
 SIZES = [0, 1, 2, 3, 7, 8, 9, 63, 2 * SMALL_WORDS, 2 * SMALL_WORDS + 1, 2 * BLOCK_WORDS, 2 * BLOCK_WORDS + 1, 4 * BLOCK_WORDS + 5]
@@ -33,7 +34,7 @@ def test_three_implementations_agree(size: int, dtype: torch.dtype) -> None:
     assert int(gathered.values[1]) == alone
     from regrow.agent.worker.digest import _finish
 
-    assert int(_finish([digester.sum_in_torch(tensor)], [size * tensor.element_size()])[0]) == alone
+    assert int(_finish([digester.sum_in_torch(tensor)[0]], [size * tensor.element_size()])[0]) == alone
 
 
 def test_shapes_and_layouts() -> None:
@@ -45,6 +46,33 @@ def test_shapes_and_layouts() -> None:
     misaligned = torch.randn(1001)[1:]
     assert digester.tensor(misaligned) == digester.tensor(misaligned.clone())
     assert digester.tensor(torch.nn.Parameter(square)) == digester.tensor(square)
+
+
+@pytest.mark.parametrize("size", [300, 2 * BLOCK_WORDS, 10 * BLOCK_WORDS + 7])
+def test_one_changed_block_is_told_from_sums(size: int) -> None:
+    """By the sums of two looks at a tensor, by NumPy and by torch, and by three words of a whole state."""
+    digester = Digester(3)
+    tensors = [(f"t{number}", words(size, number)) for number in range(4)]
+    before = digester.digest(tensors)
+    block, place = divmod(size - 1, BLOCK_WORDS)
+    flip_bit(tensors[2][1], size - 1, 61)
+    after = digester.digest(tensors)
+    assert before.first_difference(after) == f"t2, {block_text(block + 1)}"
+    assert tuple(digester.sum_in_torch(tensors[2][1])) == (int(after.sums[2]), int(after.weighted[2]))
+    flip_bit(tensors[2][1], 0, 3)
+    both = digester.digest(tensors).first_difference(before)
+    assert both == ("t2" if block else "t2, " + block_text(1)), f"two blocks: {both}, {place}"
+    assert digester.digest(tensors[:2]).first_difference(before) == "t2"
+
+
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=40), st.data())
+def test_the_only_part_that_differs_is_found_and_two_are_none(parts: list[int], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(parts) - 1))
+    change = data.draw(st.integers(1, MASK).filter(lambda value: value % (1 << 50)))
+    plain, weighted = change, (place + 1) * change & MASK
+    assert locate(plain, weighted) == place + 1
+    assert locate(0, weighted) == 0
+    assert locate(2, 3) == 0, "no number times 2 is odd"
 
 
 def test_length_counts() -> None:
@@ -177,9 +205,7 @@ def test_top_bit_pairs_over_many_places() -> None:
     for place in range(512):
         changed = base.clone()
         changed[place] ^= TOP
-        effects.add(
-            (digester._sum_words(changed.numpy().view(np.uint64), b"") - digester._sum_words(base.numpy().view(np.uint64), b"")) % 2**64
-        )
+        effects.add((digester.sums(changed)[0] - digester.sums(base)[0]) % 2**64)
     negative = {-effect % 2**64 for effect in effects}
     assert len(effects) == 512
     assert not effects & negative
@@ -203,7 +229,7 @@ def test_first_difference_names_the_tensor() -> None:
     before = digester.digest(tensors.items())
     flip_bit(tensors["layer31.weight"], 100, 3)
     after = digester.digest(tensors.items())
-    assert before.first_difference(after) == "layer31.weight"
+    assert before.first_difference(after) == f"layer31.weight, {block_text(1)}"
     assert before.first_difference(before) == ""
     assert before.total != after.total
     fewer = digester.digest([(name, tensor) for name, tensor in tensors.items() if name != "layer3.weight"])
@@ -217,7 +243,7 @@ def test_threads_do_not_matter() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found |= {Digester(5).tensor(tensor), Digester(5).sum_in_torch(tensor)}
+            found |= {Digester(5).tensor(tensor), Digester(5).sum_in_torch(tensor)[0]}
     finally:
         torch.set_num_threads(before)
     assert len(found) == 2

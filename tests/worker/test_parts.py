@@ -24,6 +24,8 @@ from regrow.agent.worker.steps import StepLoop
 from regrow.agent.worker.watch import StateWatch, part_of
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape
+from regrow.places import block_text
+from regrow.supervisor.core import sdc
 
 # --- control vector --------------------------------------------------------------------------------------------------
 
@@ -295,7 +297,7 @@ def test_rolling_watch_finds_a_flip_within_a_round() -> None:
         found.append(watch.take_mismatch())
     watch.before_update()
     found.append(watch.take_mismatch())
-    assert {name for name in found if name} == {"model.3.weight"}
+    assert {name for name in found if name} == {f"model.3.weight, {block_text(1)}"}
 
 
 def test_rolling_digests_agree_between_replicas_and_are_whole_before_a_save() -> None:
@@ -308,6 +310,44 @@ def test_rolling_digests_agree_between_replicas_and_are_whole_before_a_save() ->
     everything = [train(*plain[:3], step) for step in range(1, 12)]
     same = [step for step, (part, whole) in enumerate(zip(digests[0], everything, strict=True), start=1) if part == whole]
     assert same == [7]
+
+
+def replicas_step(sides: list[Any], step: int) -> list[str]:
+    """One step of replicas: all take the gradients of the first."""
+    sides[0][1](torch.ones(1, 16)).sum().backward()
+    gradients = [parameter.grad for parameter in sides[0][1].parameters()]
+    texts: list[str] = []
+    for watch, model, optimizer, _ in sides:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        watch.before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+        texts.append(watch.applied(step))
+    return texts
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.005])
+def test_two_ranks_digests_tell_the_tensor_and_the_block_that_differ(budget: float) -> None:
+    """As the supervisor sees it: two reports, of which one has a tensor with a flipped bit; also where only a part is looked at."""
+    sides = [watched(every=0 if budget else 1, budget=budget) for _ in range(2)]
+    mesh, found = MeshShape(dp=2), set[str]()
+    names: tuple[str, ...] = ()
+    for watch, *_ in sides:
+        watch.agreed_cost(10_000, 312_500)
+    for step in range(1, 26):
+        texts = replicas_step(sides, step)
+        told = [side[0].take_evidence(names=rank == 0) for rank, side in enumerate(sides)]
+        assert told[0] is not None
+        assert told[1] is not None
+        names = told[0].names or names
+        assert told[1].names == ()
+        evidence = {0: msgspec.structs.replace(told[0], names=names), 1: told[1]}
+        found.add(sdc.located(mesh, dict(enumerate(texts)), evidence))
+        if step == 12:
+            assert found == {""}
+            flip_bit(sides[1][1][4].bias.data, 3, 9)
+    assert found - {""} == {f"model.4.bias differs in {block_text(1)} between ranks 0 and 1"}
 
 
 def test_every_other_step() -> None:
@@ -329,7 +369,7 @@ def test_injected_flip_is_named(where: str) -> None:
     train(watch, model, optimizer, 2)
     assert watch.take_mismatch() == ""
     train(watch, model, optimizer, 3)
-    assert watch.take_mismatch() == ("optimizer.4.bias.exp_avg_sq" if where == "optimizer" else "model.0.weight")
+    assert watch.take_mismatch() == f"{'optimizer.4.bias.exp_avg_sq' if where == 'optimizer' else 'model.0.weight'}, {block_text(1)}"
     assert [order.kind for order in faults.done] == ["flip_bit"]
 
 
