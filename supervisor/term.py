@@ -183,7 +183,7 @@ class Term:
             if known is not None and known.generation == generation.number:
                 continue
             ranks = {node: tuple(worker.rank for worker in member.workers) for node, member in generation.members.items()}
-            self._steps[name] = Steps(name, generation.number, ranks)
+            self._steps[name] = Steps(name, generation.number, ranks, generation.spec.mesh)
             self._stalls[name] = Stall(job=name, generation=generation.number, changed_at=now)
             self._lingers[name] = Linger(name, generation.number)
             for node in ranks:
