@@ -135,7 +135,7 @@ def _reason(job: JobView) -> str:
 def _checkpoint(job: JobView, now: float) -> dict[str, Any]:
     usable = [item for item in job.checkpoints.values() if not item.damaged]
     if not usable:
-        return {"step": None, "age_seconds": None, "verified_step": None}
+        return {"step": None, "age_seconds": None, "verified_step": None, "void": msgspec.to_builtins(job.void_saves)}
     newest = max(usable, key=lambda item: item.step)
     verified = [item.step for item in usable if item.evidence]
     return {
@@ -143,6 +143,7 @@ def _checkpoint(job: JobView, now: float) -> dict[str, Any]:
         "age_seconds": max(0.0, now - newest.committed_at),
         "directory": newest.directory,
         "verified_step": max(verified) if verified else None,
+        "void": msgspec.to_builtins(job.void_saves),
     }
 
 

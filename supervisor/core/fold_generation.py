@@ -18,6 +18,7 @@ from regrow.supervisor.core.view import (
     Refusal,
     Slow,
     Stall,
+    VoidSaves,
 )
 
 _change = msgspec.structs.replace
@@ -229,6 +230,8 @@ def checkpoint_moved(job: JobView, event: e.CheckpointMoved) -> JobView:
     boundary = job.boundary
     waited_for = boundary is not None and event.generation == boundary.generation and event.step >= boundary.asked_step
     if event.state in ("failed", "skipped"):
+        before = job.void_saves.count if job.void_saves is not None else 0
+        job = _change(job, void_saves=VoidSaves(count=before + 1, step=event.step, reason=event.reason or event.state))
         if boundary is None or not waited_for:
             return job
         return _change(job, boundary=_change(boundary, failed=event.reason or event.state))
@@ -247,7 +250,7 @@ def checkpoint_moved(job: JobView, event: e.CheckpointMoved) -> JobView:
         evidence=event.evidence or (known.evidence if known is not None and known.directory == event.directory else ()),
         damaged=event.damaged or (known.damaged if known is not None and known.directory == event.directory else ""),
     )
-    job = _change(job, checkpoints=job.checkpoints | {event.step: found})
+    job = _change(job, checkpoints=job.checkpoints | {event.step: found}, void_saves=None if known is None else job.void_saves)
     if boundary is not None and waited_for:
         job = _change(job, boundary=_change(boundary, committed_step=event.step))
     return job

@@ -218,6 +218,15 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     damaged: str = ""
 
 
+class VoidSaves(msgspec.Struct, frozen=True, kw_only=True):
+    """Saves in a row that did not become checkpoints."""
+
+    count: int
+    step: int
+    """Of the newest."""
+    reason: str
+
+
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     """A save that an order waits for."""
 
@@ -302,6 +311,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     highest_generation: int = 0
     checkpoints: dict[int, CheckpointView] = {}
     num_damaged: int = 0
+    void_saves: VoidSaves | None = None
+    """Since the newest checkpoint; None: that was the last save."""
     ledger: LedgerRecord = LedgerRecord()
     incidents: tuple[Incident, ...] = ()
     boundary: Boundary | None = None

@@ -306,6 +306,9 @@ def closing_line(document: dict[str, Any]) -> str:
     line = f"job {document.get('job')}: {document.get('state')} at step {document.get('step')}"
     if outcome.get("reason"):
         line += f": {outcome['reason']}"
+    void = (document.get("checkpoint") or {}).get("void")
+    if void:
+        line += f"; its last save, of step {void['step']}, is no checkpoint: {void['reason']}"
     if outcome.get("traceback"):
         line += f"\nrank {outcome.get('rank')} on {outcome.get('node')}:\n{outcome['traceback']}"
     return line

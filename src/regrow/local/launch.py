@@ -13,6 +13,8 @@ from regrow.local.api import SupervisorClient
 from regrow.local.live import LiveView
 
 ENDED = ("done", "failed", "stopped")
+FIRST_TOLD = 2
+"""Void saves in a row: one by itself may have been overtaken by the next."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C: saved and stopped; the same command goes on from there."""
 
@@ -27,6 +29,7 @@ class Follower:
         self._view = view
         self._period_seconds = period_seconds
         self._told: dict[str, str] = {}
+        self._told_void = 0
         self._changed = asyncio.Condition()
 
     async def follow(self) -> dict[str, Any]:
@@ -35,6 +38,7 @@ class Follower:
             self.document = await self._api.get(f"/v1/jobs/{self._job}")
             self._view.update(self.document)
             self._tell_incidents()
+            self._tell_void_saves()
             async with self._changed:
                 self._changed.notify_all()
             if self.document.get("state") in ENDED:
@@ -64,6 +68,16 @@ class Follower:
                 f"the job ended ({self.document.get('state')}: {outcome.get('reason', '')}) before {what}", where=f"job {self._job}"
             )
         return self.document
+
+    def _tell_void_saves(self) -> None:
+        """When saves in a row fail, and again each time that there are ten times as many."""
+        void = (self.document.get("checkpoint") or {}).get("void") or {}
+        count = int(void.get("count", 0))
+        if count < FIRST_TOLD:
+            self._told_void = 0
+        elif count >= 10 * self._told_void:
+            self._told_void = count
+            self._view.note(f"no checkpoint: {count} saves in a row are void, the last of step {void['step']}: {void['reason']}", "red")
 
     def _tell_incidents(self) -> None:
         for incident in self.document.get("incidents", []):
