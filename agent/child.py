@@ -23,7 +23,7 @@ import traceback
 import types
 from pathlib import Path
 
-from regrow.agent import fuse
+from regrow.agent import became, fuse
 from regrow.agent.protocol import WorkerStart
 
 _PR_SET_PDEATHSIG = 1
@@ -37,10 +37,14 @@ EXIT_NO_START = 78
 class Task:
     """What a forked child is to do."""
 
-    def __init__(self, *, parent: int, group: int, worker: WorkerStart | None = None, listener: int = -1, ready: int = -1) -> None:
+    def __init__(
+        self, *, parent: int, group: int, worker: WorkerStart | None = None, listener: int = -1, ready: int = -1, parked: int = -1
+    ) -> None:
         self.parent = parent
         self.group = group
         self.worker = worker
+        self.parked = parked
+        """Descriptor on which a worker that stands ready gets its orders."""
         self.listener = listener
         self.ready = ready
 
@@ -57,9 +61,12 @@ def run(task: Task) -> int:
     """Do the child's work. Called at the top of the stack; user exceptions and exits end the interpreter as usual."""
     _tie_to_parent(task)
     _reset_signals()
-    if task.worker is None:
+    if task.worker is None and task.parked < 0:
         return _serve_store(task)
-    worker = task.worker
+    worker = task.worker or _await_orders(task.parked)
+    if worker is None:
+        return 0
+    became.now()
     _close_descriptors(keep=())
     _open_standard_streams(worker.log)
     try:
@@ -72,6 +79,14 @@ def run(task: Task) -> int:
     _reseed()
     gc.enable()  # what the shim froze stays so: one look at it would copy 80 MB of shared pages, 0.2 CPU-seconds a worker
     return _run_user_code(worker)
+
+
+def _await_orders(line: int) -> WorkerStart | None:
+    from regrow.agent import parked  # it makes tasks for this module
+
+    _close_descriptors(keep=(line,))
+    _name_process("regrow-parked")
+    return parked.stand_ready(line)
 
 
 def adopt_orphans() -> None:
@@ -207,6 +222,9 @@ def _run_user_code(worker: WorkerStart) -> int:
         failure = error
     if failure is None:
         return 0
+    pause = getattr(sys.excepthook, "pause", None)
+    if pause is not None:
+        pause(failure)
     light_fuse()
     trace = _user_frames(failure.__traceback__)
     _write_error_file(worker.env.get("TORCHELASTIC_ERROR_FILE", ""), failure, trace)

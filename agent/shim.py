@@ -82,6 +82,7 @@ class Shim:
             self._reap()
             self._bury_held()
             self._keep_spare()
+            self._starter.parking.keep(safe=preload.check)
             for key, mask in self._selector.select(self._wait_seconds()):
                 if isinstance(key.data, LineConnection):
                     self._converse(key.data, mask)
@@ -94,6 +95,7 @@ class Shim:
         """In a child: close our descriptors through their objects, so that none of these closes a number twice later."""
         self._selector.close()
         self._listener.close()
+        self._starter.parking.abandon()
         for client in self._clients:
             client.abandon()
 
@@ -212,6 +214,7 @@ class Shim:
             return protocol.Reply(id=request.id)
         done, problems, seconds = preload.load((), names)
         self._preloaded += done
+        self._starter.parking.clear()
         self._import_seconds += seconds
         return protocol.Reply(id=request.id, error="; ".join(problems), state=self._ready())
 
@@ -238,6 +241,7 @@ class Shim:
         elif pid not in self._roster.stores:
             self._sweep_strays()
         _, status = os.waitpid(pid, 0)
+        self._starter.parking.gone(pid)
         if self._roster.owner(pid) is not None:
             state, worker = self._roster.ended(pid, status)
             self._tell(protocol.WorkerEnded(job=state.job, generation=state.generation, worker=worker))
@@ -262,7 +266,7 @@ class Shim:
         """With no worker alive, kill what workers left behind outside their group; as their subreaper we inherit it."""
         if self._roster.alive():
             return
-        ours = {*self._roster.stores, *self._starter.opening}
+        ours = {*self._roster.stores, *self._starter.children}
         for pid in children_of(os.getpid()):
             if pid not in ours:
                 with contextlib.suppress(ProcessLookupError):
@@ -305,14 +309,12 @@ class Shim:
     # --- ends ----------------------------------------------------------------------------------------------------
 
     def _wait_seconds(self) -> float | None:
-        waits: list[float] = []
         now = time.monotonic()
-        if self._alone_since is not None:
-            waits.append(self._alone_since + self._orphan_seconds - now)
+        waits = [self._alone_since + self._orphan_seconds - now] if self._alone_since is not None else []
         if self._with_store and self._roster.spare is None and not self._starter.opening:
             waits.append(self._spare_after - now)
-        if self._roster.torn_down():
-            waits.append(_HELD_SECONDS)
+        waits += [_HELD_SECONDS] if self._roster.torn_down() else []
+        waits += self._starter.parking.waits()
         return max(0.0, min(waits)) if waits else None
 
     def _check_orphaned(self) -> None:
@@ -330,7 +332,7 @@ class Shim:
     def _end_all(self) -> None:
         for state in self._roster.generations:
             self._roster.signal(state, signal.SIGKILL)
-        for pid in [*self._roster.stores, *self._starter.opening]:
+        for pid in [*self._roster.stores, *self._starter.children]:
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 1.0
         while self._roster.alive() and time.monotonic() < deadline:

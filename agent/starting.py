@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from regrow.agent import child, cold, preload, protocol
+from regrow.agent import child, cold, parked, preload, protocol
 from regrow.agent.roster import start_time
 
 
@@ -29,6 +29,12 @@ class Starter:
     def __init__(self) -> None:
         self.opening: dict[int, protocol.StoreState] = {}
         """Store children that have not said yet that they serve, by pid."""
+        self.parking = parked.Parking()
+
+    @property
+    def children(self) -> frozenset[int]:
+        """Pids that are in no generation and serve no store yet."""
+        return self.parking.pids | frozenset(self.opening)
 
     def start(
         self, request: protocol.StartWorkers | protocol.ReplaceWorkers, problems: tuple[str, ...], *, without: frozenset[int] = frozenset()
@@ -74,9 +80,14 @@ class Starter:
             method_reason=reason,
             seconds=time.monotonic() - began,
         )
+        if method == "warm" and isinstance(request, protocol.StartWorkers):
+            self.parking.started(len(request.workers))
         return Started(state=state, group=group, error=error)
 
     def _fork(self, worker: protocol.WorkerStart, group: int) -> int:
+        ready = self.parking.hand_over(worker, group)
+        if ready:
+            return ready
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:

@@ -129,8 +129,8 @@ class BoundState:
         except ConfigurationError:
             raise  # the script's fault: an older checkpoint would not help
         except (RegrowError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            if not self._run.supervised:
-                raise
+            if not self._run.supervised or regroup.is_broken_collective(error):
+                raise  # a peer died while this rank read: that says nothing of the checkpoint
             self._refuse(point, error)
         seconds = time.perf_counter() - begin
         if point is not None and self.inner is not None:

@@ -77,8 +77,10 @@ class UncaughtHook:
     `@record` of torch elastic writes the same file before it re-raises; ours comes later and has rank and step too.
     """
 
-    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, on_error: Callable[[BaseException], None], pause: Callable[[BaseException], None]) -> None:
+        """`pause` is called by who runs the script (`agent.child`), before anything is made of the error."""
         self._on_error = on_error
+        self.pause = pause
         self._old = sys.excepthook
         sys.excepthook = self
 

@@ -30,9 +30,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from regrow import wire
+from regrow.agent import became
 from regrow.agent.worker import gloo
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.groups import forget_meshes, uses_gpu
+from regrow.agent.worker.link import AgentLink
 from regrow.errors import RegrowError
 
 _log = logging.getLogger("regrow.worker")
@@ -43,7 +45,9 @@ _AGAIN_SECONDS = 0.03
 """At this distance, until the script has come out of its step, sockets are shut down again (it may have opened new ones), and
 threads that gloo forgot are let go."""
 _RECONNECT_SECONDS = 0.2
+_VICTIM_SECONDS = 0.3
 _LOST_PEER = re.compile(r"gloo|nccl|connection|broken pipe|socket|timed? ?out|peer|read error|store", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"\bgloo\b|\bnccl|connection (closed|reset) by peer", re.IGNORECASE)
 _PLACE = ("RANK", "WORLD_SIZE", "REGROW_MESH")
 """While these stay, process groups have the names that they had in the generation before."""
 T = TypeVar("T")
@@ -222,8 +226,7 @@ def in_place(body: Callable[[], T]) -> T:
             if order is None:
                 raise
             _log.info("in place: generation %d follows after %s: %s", order.generation, type(error).__name__, str(error).split("\n", 1)[0])
-            _keep_state()
-            _drop_frames(error)
+            _forget_frames(error)
         _change_over(order)
 
 
@@ -252,12 +255,22 @@ def watch(environment: WorkerEnvironment, leave: Callable[[], None]) -> Callable
 
 
 def _order_after(error: BaseException) -> wire.Regroup | None:
-    """The order that explains this error; one that says that a peer is gone is given time to be explained."""
+    """The order that explains this error; one that says that a peer is gone is given time to be explained.
+
+    The leader takes a moment to decide: what can be done before the order is done meanwhile.
+    """
     if _watcher is None:
         return None
     if not lost_peer(error):
-        return _watcher.take(0.0)
+        order = _watcher.take(0.0)
+        if order is not None:
+            _keep_state()
+            _empty_frames(error)
+        return order
     _watcher.tell_loss()
+    gloo.shut_down()  # peers that wait for us know it at once, as those do that waited for who is gone
+    _keep_state()
+    _empty_frames(error)
     return _watcher.take(ORDER_SECONDS)
 
 
@@ -267,6 +280,25 @@ def lost_peer(error: BaseException) -> bool:
         isinstance(cause, GenerationChanged) or (isinstance(cause, RuntimeError | OSError) and bool(_LOST_PEER.search(str(cause))))
         for cause in _chain(error)
     )
+
+
+def await_the_end(error: BaseException, environment: WorkerEnvironment, link: AgentLink) -> None:
+    """Of a process that does not change over and lost a peer: it is about to be killed and started anew, and the time that its own
+    end takes (tracebacks, the interpreter's collections: 40 ms of CPU a worker) would be missing there. So it tells, and waits a moment.
+    """
+    if _inside or not environment.supervised or not is_broken_collective(error):
+        return
+    lost = wire.WorkerPhase(generation=environment.generation, rank=environment.rank, phase=wire.LOST_PEER_PHASE)
+    link.send(lost)
+    link.drain(_VICTIM_SECONDS)
+    gloo.shut_down()  # peers that wait for us know it at once
+    sys.stderr.write(f"regrow: rank {environment.rank} lost a peer: {str(error).splitlines()[0]}\n")
+    time.sleep(_VICTIM_SECONDS)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Does this error come out of a collective that lost a peer? Narrower than `lost_peer`: words of a file's own trouble are none."""
+    return any(isinstance(cause, RuntimeError) and bool(_COLLECTIVE.search(str(cause))) for cause in _chain(error))
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -285,10 +317,14 @@ def _keep_state() -> None:
     _hold = None
 
 
-def _drop_frames(error: BaseException) -> None:
-    """Let go of the model, the groups and whatever else the script's frames hold."""
+def _empty_frames(error: BaseException) -> None:
+    """Let go of the model, the groups and whatever else the script's frames hold. The traceback still says where it was."""
     for cause in _chain(error):
         traceback.clear_frames(cause.__traceback__)
+
+
+def _forget_frames(error: BaseException) -> None:
+    for cause in _chain(error):
         cause.__traceback__ = None
 
 
@@ -307,6 +343,7 @@ def _change_over(order: wire.Regroup) -> None:
     gc.collect()
     os.environ.clear()
     os.environ.update(order.env)
+    became.now()
     sys.stdout.flush()
     sys.stderr.flush()
     output = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -25,9 +25,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-import psutil
-
 from regrow import wire
+from regrow.agent import became
 from regrow.agent.progress import ProgressWriter, parse_location
 from regrow.agent.worker import environment as environments
 from regrow.agent.worker import failure, regroup
@@ -358,11 +357,13 @@ def attach(
     link = AgentLink(environment.socket, greeting)
     faults = Faults(enabled=environment.chaos, rank=environment.rank)
     loop = StepLoop(environment, link, progress, Cadence(environment.job_spec.checkpoint, environment.spec), faults)
-    hook = failure.UncaughtHook(lambda error: _last_words(error, environment, loop, link))
+    hook = failure.UncaughtHook(
+        lambda error: _last_words(error, environment, loop, link), lambda error: regroup.await_the_end(error, environment, link)
+    )
     if environment.progress:
         failure.register_stacks(Path(parse_location(environment.progress)[0]).parent, environment.rank)
     loop.phase("rendezvous")
-    loop.passed("imported", max(0.0, time.time() - psutil.Process().create_time()))
+    loop.passed("imported", became.seconds())
     device = pick_device(environment.local_rank)
     groups = Groups(environment, device)
     groups.rendezvous()

@@ -125,6 +125,28 @@ async def test_a_rank_that_failed_cannot_stay_in_its_own_end(harness: Make) -> N
     assert "MemoryError" in h.output()
 
 
+WAITS = """
+import sys
+
+class Hook:
+    def pause(self, error):
+        print("pause", error, flush=True)
+    def __call__(self, *what):
+        print("then the end", flush=True)
+
+sys.excepthook = Hook()
+raise RuntimeError("a peer is gone")
+"""
+
+
+async def test_who_lost_a_peer_may_wait_before_anything_is_made_of_its_error(harness: Make) -> None:
+    h = harness()
+    await h.up()
+    await h.start([h.worker([h.script(WAITS)])])
+    assert (await h.next(protocol.WorkerEnded))[0].worker.status == 1 << 8
+    assert h.output().splitlines() == ["pause a peer is gone", "then the end"]
+
+
 async def test_a_missing_script_or_folder_is_named(harness: Make) -> None:
     h = harness()
     await h.up()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.agent.harness import Harness, until
 
 from regrow.agent import protocol
+from regrow.agent.roster import children_of, process_state
 
 Make = Callable[..., Harness]
 
@@ -61,6 +63,61 @@ async def test_warm_workers_train_over_the_spare_store(harness: Make) -> None:
     assert changes[4].store.pid != fresh.pid
     await h.launcher.stop("toy", 1)
     assert (await h.next(protocol.StoreChanged, 6))[5].store.address == spare.address
+
+
+FRESH = """
+import os, random, sys, threading
+import torch
+print(os.getpid(), os.getpgid(0), random.random(), flush=True)
+print(sys.argv, os.getcwd(), sorted(os.environ), sorted(os.listdir("/proc/self/fd")), torch.initial_seed(), torch.rand(2).tolist())
+print(threading.active_count(), torch.is_grad_enabled(), __name__, open("/proc/self/comm").read().strip(), flush=True)
+model = torch.nn.Linear(2, 2)
+if os.fork() == 0:  # before the first backward pass here: the child may have its own
+    model(torch.ones(2)).sum().backward()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+def parked(h: Harness) -> set[int]:
+    """Children of the shim that stand ready or will soon."""
+    ready = h.launcher.ready
+    assert ready is not None
+    return {pid for pid in children_of(ready.pid) if Path(f"/proc/{pid}/comm").read_text() == "regrow-parked\n"}
+
+
+async def run_fresh(h: Harness, script: str, generation: int) -> tuple[list[int], list[list[str]]]:
+    """Two workers of a generation, to their end: pids, and the lines that each printed."""
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "LARGE": "x" * 300_000}
+    logs = [h.state / f"g{generation}.{rank}" for rank in (0, 1)]
+    workers = [h.worker([script, "a b"], rank=rank, env=env | {"RANK": str(rank)}, log=str(log)) for rank, log in enumerate(logs)]
+    state = await h.start(workers, generation=generation)
+    ended = await h.next(protocol.WorkerEnded, 2 * generation)
+    assert [item.worker.status for item in ended] == [0] * 2 * generation, logs[0].read_text()
+    return [worker.pid for worker in state.workers], [log.read_text().splitlines() for log in logs]
+
+
+async def test_workers_that_stood_ready_are_like_new_ones(harness: Make) -> None:
+    h = harness(imports=True)
+    await h.up()
+    script = h.script(FRESH)
+    pids, first = await run_fresh(h, script, 1)
+    ready = await until(lambda: len(found := parked(h)) == 2 and found)
+    await until(lambda: all(process_state(pid) == "S" for pid in ready))
+    again, second = await run_fresh(h, script, 2)
+    assert set(again) == ready
+    assert not ready & set(pids)
+    for rank in (0, 1):
+        pid, group, random = second[rank][0].split()
+        assert (pid, group) == (str(again[rank]), str(again[0]))
+        assert random not in (first[rank][0].split()[2], second[1 - rank][0].split()[2]), "a random stream of its own"
+        assert second[rank][1:] == first[rank][1:]
+    fresh = await until(lambda: len(found := parked(h)) == 2 and found)
+    for pid in fresh:
+        os.kill(pid, signal.SIGSTOP)
+    await until(lambda: all(process_state(pid) == "T" for pid in fresh))
+    third, _ = await run_fresh(h, script, 3)
+    assert not fresh & set(third), "who cannot answer is passed over"
 
 
 async def test_an_unsafe_shim_starts_cold(harness: Make) -> None:

@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +252,29 @@ def test_a_wrapped_loss_of_a_peer_is_one_and_a_plain_error_is_none() -> None:
     assert regroup.lost_peer(outer)
     assert not regroup.lost_peer(ValueError("connection"))
     assert not regroup.lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize(
+    ("text", "supervised", "inside", "told"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer", True, False, True),
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer", True, True, False),
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer", False, False, False),
+        ("could not restore from the store", True, False, False),
+    ],
+    ids=["victim", "changed over", "alone", "error"],
+)
+def test_a_victim_tells_and_waits_to_be_killed(
+    monkeypatch: pytest.MonkeyPatch, text: str, supervised: bool, inside: bool, told: bool
+) -> None:
+    monkeypatch.setattr(regroup, "_inside", inside)
+    sent: list[Any] = []
+    link: Any = SimpleNamespace(send=sent.append, drain=lambda _: True)
+    environment: Any = SimpleNamespace(supervised=supervised, generation=2, rank=1)
+    began = time.monotonic()
+    regroup.await_the_end(RuntimeError(text), environment, link)
+    assert (time.monotonic() - began >= 0.3) == told
+    assert sent == [wire.WorkerPhase(generation=2, rank=1, phase=wire.LOST_PEER_PHASE)] * told
 
 
 def test_a_thread_that_gloo_forgets_is_freed(tmp_path: Path) -> None:

@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.worker.conftest import FakeAgent, World, wait_for
 
 from regrow import wire
+from regrow.agent.worker.binding import BoundState
 from regrow.ckpt import catalog
 from regrow.ckpt.commit import Collector, write_record
 from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController
+from regrow.errors import OperationalError
 
 OFTEN = 0.05
 NEVER = 3000.0
@@ -147,6 +150,43 @@ def test_damaged_checkpoint_ends_with_75(world: World, writer: Writer, agent: Fa
     assert told
     assert told[0].step == 3
     assert "Damaged" in told[0].problem
+
+
+GLOO = RuntimeError("[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6540")
+
+
+def _from_gloo() -> Exception:
+    """What a part of ours says when a collective below it broke."""
+    error = OperationalError("the layout of the checkpoint was not told")
+    error.__cause__ = GLOO
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (GLOO, False),
+        (_from_gloo(), False),
+        (RuntimeError("PytorchStreamReader: read error"), True),
+        (OSError(5, "Input/output error"), True),
+    ],
+    ids=["collective", "cause", "content", "disk"],
+)
+def test_a_peer_that_dies_while_all_restore_says_nothing_of_the_checkpoint(error: Exception, refused: bool) -> None:
+    """It would be set aside as damaged, and after a few such faults none were left."""
+    told: list[Any] = []
+    link = SimpleNamespace(send=lambda message, **_: told.append(message), drain=lambda _: None)
+    spec = SimpleNamespace(restore=wire.RestorePoint(step=3, directory="d"), in_place=False)
+    run = SimpleNamespace(environment=SimpleNamespace(supervised=True, generation=2, rank=0, spec=spec, world_size=2), supervised=True)
+
+    def restore(_: wire.RestorePoint) -> int:
+        raise error
+
+    parts: list[Any] = [run, SimpleNamespace(phase=lambda _: None), link, SimpleNamespace(restore=restore)]
+    state = BoundState(*parts)
+    with pytest.raises(SystemExit if refused else type(error)):
+        state.restore()
+    assert [type(message) for message in told] == [wire.RestoreFailed] * refused
 
 
 def test_writer_that_dies_costs_a_save_not_a_step(world: World, writer: Writer, agent: FakeAgent) -> None:
