@@ -8,7 +8,8 @@ shipped, and torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, the fair baseli
 the agents' store, pytorch issue 135712). Both load a checkpoint of the very last step, so they compute nothing twice. The
 floor is what processes need that are there already: destroy the group, make it anew, load, take a step.
 
-torchrun_over_warm_fork, torchrun_over_in_place: median recovery of torchrun (unshared) over that of the rung.
+torchrun_over_warm_fork, torchrun_over_in_place: median recovery of torchrun (unshared) over that of the rung; warm_memory: the warm
+fork with snapshots in memory (--memory-interval 0.1) between checkpoints every two seconds.
 warm_fork_over_floor, in_place_over_floor: median recovery of the rung over the floor. heavy_steps: the 3D example loses a
 node; seconds to the first new step on the smaller mesh, in steps of the mesh before. cpu_seconds: of all processes of a
 system from the fault to the new step. phases: what the supervisor says of its own recoveries, with CPU-seconds of the system
@@ -49,7 +50,10 @@ LIMITS = {
 }
 JOBS = Path(__file__).parent / "jobs"
 VICTIM = 5
+SETTLE_SECONDS = 3.0
+"""Faults are at least so far apart: what a launcher prepares for the next one, it has prepared."""
 QUICK_SECONDS = 225.0
+SYSTEMS = ("torchrun_unshared", "warm_fork", "warm_memory", "in_place", "heavy", "torchrun_shipped")
 
 
 class OutOfTimeError(Exception):
@@ -252,8 +256,8 @@ class Regrow(System):
 
 def recover(system: System, settle_steps: int = 15) -> dict[str, Any]:
     """Let it train, kill a worker, wait for the first completed step beyond the frontier."""
-    start = system.completed()
-    system.until(lambda: system.completed() > start + settle_steps, "a training system")
+    start, rested = system.completed(), time.monotonic() + SETTLE_SECONDS
+    system.until(lambda: system.completed() > start + settle_steps and time.monotonic() > rested, "a training system")
     num_incidents = len(system.job().get("incidents", [])) if isinstance(system, Regrow) else 0
     with Cpu(system.mark) as cpu:
         at = time.monotonic_ns()
@@ -321,16 +325,20 @@ def figures_of(samples: dict[str, list[dict[str, Any]]], floors: list[float], he
 
     floor = statistics.median(floors) if floors else None
     torchrun, warm, in_place = median("torchrun_unshared"), median("warm_fork"), median("in_place")
+    memory = median("warm_memory")
     steps = [item["seconds"] / item["step_seconds"] for item in heavy if item.get("step_seconds")]
     return {
         "torchrun_over_warm_fork": ratio(torchrun, warm),
         "torchrun_over_in_place": ratio(torchrun, in_place),
         "warm_fork_over_floor": ratio(warm, floor),
         "in_place_over_floor": ratio(in_place, floor),
+        "torchrun_over_warm_memory": ratio(torchrun, memory),
+        "warm_memory_over_floor": ratio(memory, floor),
         "heavy_steps": statistics.median(steps) if steps else None,
         "torchrun_seconds": torchrun,
         "warm_fork_seconds": warm,
         "warm_fork_max_seconds": max((item["seconds"] for item in samples.get("warm_fork", [])), default=None),
+        "warm_memory_seconds": memory,
         "in_place_seconds": in_place,
         "in_place_max_seconds": max((item["seconds"] for item in samples.get("in_place", [])), default=None),
         "floor_seconds": floor,
@@ -342,7 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round; ends within four minutes")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of the full run")
-    parser.add_argument("--only", default="", help="comma-separated: torchrun_unshared, warm_fork, in_place, heavy, torchrun_shipped")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SYSTEMS)}")
     parser.add_argument("--kills", type=int, default=5, help="faults a round in each Regrow system")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -353,7 +361,7 @@ def main() -> None:
     heavy: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     root = Path(tempfile.mkdtemp(prefix="rg-"))
-    wanted = [word for word in args.only.split(",") if word] or ["torchrun_unshared", "warm_fork", "in_place", "heavy", "torchrun_shipped"]
+    wanted = [word for word in args.only.split(",") if word] or list(SYSTEMS)
     try:
         for number in range(1 if args.quick else args.repeats):
             for name in wanted:
@@ -410,8 +418,9 @@ def one_round(
             book.append(recover(system))
             floors.extend(json.loads((system.log / "floor.json").read_text()))
         return
-    flags = ("--in-place",) if name == "in_place" else ("--no-in-place",)
-    with running(Regrow(folder, end, "--global-batch", "64", *flags)) as system:
+    flags = {"in_place": ("--in-place",), "warm_memory": ("--no-in-place", "--memory-interval", "0.1")}.get(name, ("--no-in-place",))
+    script = (str(JOBS / "light.py"), "--out", str(folder / "log"), *(("--saves", "2") if name == "warm_memory" else ()))
+    with running(Regrow(folder, end, "--global-batch", "64", *flags, script=script)) as system:
         for _ in range(args.kills):
             book.append(recover(system))
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from recovery import NODES, SLOTS, OutOfTimeError, Regrow, System, Torchrun, running
+from recovery import NODES, SETTLE_SECONDS, SLOTS, OutOfTimeError, Regrow, System, Torchrun, running
 
 from regrow.processes import MARK, marked
 
@@ -59,8 +59,8 @@ def applied(system: System, ranks: int) -> list[int]:
 
 def settle(system: Regrow, ranks: int) -> None:
     """Some steps of all these ranks from now on, and a checkpoint."""
-    start = max(applied(system, ranks))
-    system.until(lambda: min(applied(system, ranks)) > start + SETTLE_STEPS, "a training system")
+    start, rested = max(applied(system, ranks)), time.monotonic() + SETTLE_SECONDS
+    system.until(lambda: min(applied(system, ranks)) > start + SETTLE_STEPS and time.monotonic() > rested, "a training system")
     system.until(lambda: (system.job().get("checkpoint") or {}).get("step"), "a checkpoint")
 
 

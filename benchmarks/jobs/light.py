@@ -23,6 +23,7 @@ ARGUMENTS.add_argument("--pause", type=float, default=0.02, help="seconds that a
 ARGUMENTS.add_argument("--plain", action="store_true", help="torch alone: for torchrun")
 ARGUMENTS.add_argument("--width", type=int, default=128, help="of the model: how much a step computes")
 ARGUMENTS.add_argument("--batch", type=int, default=8, help="samples of a rank in a step")
+ARGUMENTS.add_argument("--saves", type=float, default=0.0, help="seconds from one request to save to the next; 0: at every step")
 ARGUMENTS.add_argument("--turn", default="", metavar="FILE:WORD", help="take steps only while the file holds this word")
 ARGUMENTS.add_argument("--floors", type=int, default=0, help="with --plain: first measure so many bare re-initialisations")
 
@@ -141,12 +142,14 @@ def supervised(args: argparse.Namespace) -> None:
     state = run.train_state(model=model, optimizer=optimizer)
     state.restore()
     (args.out / f"{run.rank}.pid").write_text(str(os.getpid()))
+    asked = 0.0
     for step in run.steps(args.steps):
         await_turn(args)
         loss = update(model, optimizer, step, run.rank, args.pause, args.batch)
         note(args, run.rank, step)
-        if run.rank == 0 and not args.turn:
-            run.request_save()  # as often as the writer has room: torchrun's side saves at every step
+        if run.rank == 0 and not args.turn and time.monotonic() >= asked + args.saves:
+            run.request_save()  # by default as often as the writer has room: torchrun's side saves at every step
+            asked = time.monotonic()
         run.complete(step, loss=loss)
 
 
