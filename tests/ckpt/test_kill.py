@@ -60,7 +60,10 @@ def test_killed_at_random_moments_it_never_goes_back(tmp_path, kills):
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[SOAK, pytest.mark.timeout(3600)])])
 async def test_trainers_writer_or_both_killed_at_random_moments(make_writer, make_committer, tmp_path, kills):
-    """The real writer with two trainers: whatever is killed when, the newest committed step is there, whole, and the next generation goes on."""
+    """The real writer with two trainers: whatever is killed when, the newest committed step is there, whole, and the next generation goes on.
+
+    Every other generation writes one file for both ranks.
+    """
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     step, seen = 0, set()
@@ -101,7 +104,7 @@ def trainer(socket: str, folder: Path, generation: int, rank: int, steps: range)
     """A producer process that saves step after step."""
     options = {
         "socket": socket, "folder": str(folder), "generation": generation, "rank": rank, "local_ranks": [0, 1], "steps": list(steps),
-        "then": "exit",
+        "then": "exit", "node_file": generation % 2 == 0,
     }  # fmt: skip
     command = [sys.executable, str(SUPPORT / "ckpt_producer.py"), json.dumps(options)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

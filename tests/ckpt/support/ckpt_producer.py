@@ -90,8 +90,13 @@ class Producer:
 def main(options: dict[str, Any]) -> None:
     """A producer process."""
     producer = Producer(
-        options["socket"], Path(options["folder"]), generation=options["generation"], rank=options["rank"], local_ranks=tuple(options["local_ranks"])
-    )  # fmt: skip
+        options["socket"],
+        Path(options["folder"]),
+        generation=options["generation"],
+        rank=options["rank"],
+        local_ranks=tuple(options["local_ranks"]),
+        node_file=options.get("node_file", False),
+    )
     producer.connect()
     print("connected", flush=True)
     for step in options["steps"]:
