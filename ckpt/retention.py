@@ -121,7 +121,7 @@ def best(restorable: Collection[CatalogEntry], metric: str, *, count: int, highe
         if found is not None:
             first.setdefault((found.value, found.step), entry)
     ranked = sorted(first, key=lambda held: (-held[0] if highest else held[0], -held[1]))
-    return [first[held].name for held in ranked[:count]]
+    return [first[held].name for held in ranked[: max(0, count)]]
 
 
 def _spaced(restorable: list[CatalogEntry], policy: Retention) -> set[str]:
