@@ -7,7 +7,7 @@ completed step beyond the frontier, by the ranks' own step files. node: everythi
 ranks; growth: it returns, `pause` is the longest time without a completed step meanwhile. stop: a worker gets SIGSTOP, the
 hang limit is 1 s and is taken off. agent, supervisor: `steps_lost`, and the longest time without a completed step less
 the usual one. ranks: a worker is killed among 2, 4, 8 and 16, in place and by the warm fork. silent: everything of a node is stopped (SIGSTOP), so
-that its connections stand and say nothing, as those of a host that lost its network; the limit of 2 s is taken off. torchrun_node: an
+that its connections stand and say nothing, as those of a host that lost its network; the limit of 10 s is taken off. torchrun_node: an
 agent of torchrun that does not host the store is killed with its workers, store unshared, tuned to notice at once.
 """
 
@@ -33,10 +33,11 @@ import psutil
 from recovery import NODES, SETTLE_SECONDS, SLOTS, OutOfTimeError, Regrow, System, Torchrun, running
 
 from regrow.processes import MARK, marked
+from regrow.supervisor.core.policy import Policy
 
 HANG_SECONDS = 1.0
-SILENCE_SECONDS = 2.0
-"""The supervisor's limit for a host that says nothing (docs/failure-model.md)."""
+SILENCE_SECONDS = Policy().reconnect_seconds
+"""So long progress excuses a host that says nothing (docs/failure-model.md): the decision is made when it is over."""
 QUIET_SECONDS = 3.0
 """After a fault that must cost nothing, steps are watched for so long."""
 SETTLE_STEPS = 15
