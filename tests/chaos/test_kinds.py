@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.chaos.test_parts import fake_dcgmi
 
 from regrow.agent.health.classify import classify
 from regrow.agent.health.xid import parse
@@ -100,6 +101,17 @@ def test_kinds_that_need_no_accelerator_in_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", ["storage", "silence", "corruption"])
 def test_plans(plan: str, tmp_path: Path) -> None:
     run(plan, tmp_path, 680)
+
+
+@pytest.mark.soak
+def test_a_value_in_dcgm_alone_is_no_incident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with a stand-in for DCGM's tool on the path: put there again and again while the job goes on."""
+    log = fake_dcgmi(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[job]\nkind = 'small'\n[[fault]]\nkind = 'dcgm_inject'\nvalue = 79\nquiet_seconds = 6\n")
+    run(str(plan), tmp_path, 300)
+    assert log.read_text().count("--value 79") > 3
 
 
 # --- the faults by themselves --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.chaos import namespace
+from regrow.chaos import dcgm, namespace
 from regrow.chaos import plan as plans
 from regrow.chaos.clock import FakeClock
 from regrow.chaos.relay import Relay, Weather
@@ -164,7 +164,7 @@ def test_nothing_is_done_to_the_machines_own_network(monkeypatch: pytest.MonkeyP
 
 _INSIDE = """
 import socket, sys, time
-from regrow.chaos import namespace
+from regrow.chaos import dcgm, namespace
 server = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(server.getsockname())
 peer, _ = server.accept()
@@ -222,6 +222,7 @@ def test_packets_are_lost_cut_off_and_slowed_in_a_network_namespace() -> None:
         ("[[fault]]\nkind = 'worker_kill'\nargv = ['true']", "argv"),
         ("[[fault]]\nkind = 'net_loss'\nratio = 1.5", "share of packets"),
         ("[[fault]]\nkind = 'net_delay'\ndelay_seconds = -1", "negative"),
+        ("[[fault]]\nkind = 'dcgm_inject'\ngpu = -1", "negative"),
         ("[job]\nkind = 'huge'\n[[fault]]\nkind = 'worker_kill'", "huge"),
     ],
 )
@@ -236,3 +237,44 @@ def test_a_command_carries_its_own_truth() -> None:
     assert (fault.truth.incidents, fault.truth.names) == (("hang",), "rank")
     assert plans.needs_namespace(plans.load("packets"))
     assert not plans.needs_namespace(plans.load("network"))
+
+
+DCGMI = """#!/bin/sh
+# What dcgmi of DCGM 3 answers; the words are kept.
+echo "$@" >> {log}
+case "$4" in
+  0) echo "Successfully injected field info."; exit 0 ;;
+  1) echo "Error injecting field info: The given GPU id is invalid"; exit 0 ;;
+  2) sleep 600 ;;
+  *) echo "Error: unable to establish a connection to the specified host: localhost"; exit 255 ;;
+esac
+"""
+
+
+def fake_dcgmi(folder: Path) -> Path:
+    """A `dcgmi` in a folder of its own, and the file that gets its words."""
+    log = folder / "dcgmi.log"
+    program = folder / "bin" / "dcgmi"
+    program.parent.mkdir()
+    program.write_text(DCGMI.replace("{log}", str(log)))
+    program.chmod(0o755)
+    return log
+
+
+async def test_a_value_is_put_into_dcgm_by_its_own_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fault,) = plans.parse("[[fault]]\nkind = 'dcgm_inject'\nvalue = 79\nincidents = ['unhealthy']\nnames = 'node'", where="plan").fault
+    assert (fault.truth.incidents, fault.truth.names) == (("unhealthy",), "node")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigurationError, match="dcgmi is not on this machine"):
+        dcgm.check()
+    log = fake_dcgmi(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    dcgm.check()
+    await dcgm.inject(fault.gpu, fault.field, fault.value)
+    assert log.read_text() == "test --inject --gpuid 0 --field 230 --value 79\n"
+    for gpu, words in ((1, "GPU id is invalid"), (5, "ended with 255: .*unable to establish")):
+        with pytest.raises(OperationalError, match=words):
+            await dcgm.inject(gpu, 230, 79)
+    monkeypatch.setattr(dcgm, "_SECONDS", 0.3)
+    with pytest.raises(OperationalError, match="no end"):
+        await dcgm.inject(2, 230, 79)

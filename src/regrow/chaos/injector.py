@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from regrow.agent.health.fake_nvml.control import FakeNvml
-from regrow.chaos import namespace
+from regrow.chaos import dcgm, namespace
 from regrow.chaos.cluster import ChaosCluster
 from regrow.chaos.plan import Fault
 from regrow.chaos.surroundings import Surroundings
@@ -47,6 +47,7 @@ class Injector:
         self._cluster = cluster
         self.surroundings = surroundings
         self._programs: list[subprocess.Popen[bytes]] = []
+        self._kept: list[asyncio.Task[None]] = []
 
     def heal(self) -> None:
         """Undo what lasts. Safe to call twice."""
@@ -57,6 +58,9 @@ class Injector:
         for node in self._cluster.plan.node_names():
             self._cluster.clock(node).shift(0.0)
         namespace.heal()
+        for task in self._kept:
+            task.cancel()
+        self._kept.clear()
         for program in self._programs:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
@@ -84,6 +88,9 @@ class Injector:
             self._cluster.break_storage(_STORAGE[fault.kind].format(fault.delay_seconds))
         elif fault.kind == "clock_shift":
             self._cluster.clock(node).shift(fault.shift_seconds)
+        elif fault.kind == "dcgm_inject":
+            await dcgm.inject(fault.gpu, fault.field, fault.value)
+            self._kept.append(asyncio.create_task(dcgm.keep(fault.gpu, fault.field, fault.value), name="regrow-dcgm"))
         elif fault.kind == "command":
             await self._run(fault, node, rank)
         elif fault.truth.needs_namespace:

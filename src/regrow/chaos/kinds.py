@@ -129,6 +129,11 @@ _KINDS = (
         level="worker",
         parameters=("argv", "incidents", "names"),
     ),
+    Kind(
+        name="dcgm_inject",
+        text="a value in the cache of NVIDIA's DCGM (dcgmi test --inject): only who reads DCGM sees it; the plan says what must be told",
+        parameters=("gpu", "field", "value", "incidents", "names"),
+    ),
     Kind(name="agent_pause", text="SIGSTOP the agent, SIGCONT later: silence that progress excuses"),
     Kind(name="supervisor_pause", text="SIGSTOP the supervisor, SIGCONT later: training goes on", level="cluster"),
     Kind(name="etcd_pause", text="SIGSTOP etcd, SIGCONT later: training goes on", level="cluster"),

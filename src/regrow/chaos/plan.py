@@ -15,6 +15,8 @@ from regrow.chaos.kinds import KINDS, NOISE_XIDS, SEVERE_XIDS, Kind, Names
 from regrow.errors import ConfigurationError
 
 VERSION = 1
+_OWN_TRUTH = ("command", "dcgm_inject")
+"""Kinds of which the plan says what must be told."""
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +67,10 @@ class Fault(_Table, frozen=True, kw_only=True):
     bit: int = 22
     xid: int = 79
     value: int = 1
+    gpu: int = 0
+    """dcgm_inject: DCGM's number of the GPU."""
+    field: int = 230
+    """dcgm_inject: DCGM's number of the field; 230 is the last XID."""
     delay_seconds: float = 0.5
     rate: float = 20_000.0
     """Bytes a second; net_rate: of everything, so take millions."""
@@ -75,9 +81,9 @@ class Fault(_Table, frozen=True, kw_only=True):
     """command: {rank} {pid} {agent} {shim} {writer} {state} {root} {checkpoints} stand for the chosen rank's process, its node's daemons and
     folders. It is killed when the fault is over."""
     incidents: tuple[str, ...] = ()
-    """command: kinds of incident that are a right answer; none: the job must go on without any."""
+    """command, dcgm_inject: kinds of incident that are a right answer; none: the job must go on without any."""
     names: Names = "nothing"
-    """command: what the incident must name."""
+    """command, dcgm_inject: what the incident must name."""
     straggler: bool = False
     """worker_slow, command: `regrow_straggler_rank` must name the rank within the deadline; waits for the detector's warm-up before."""
     back_after: float = 2.0
@@ -87,7 +93,7 @@ class Fault(_Table, frozen=True, kw_only=True):
     def truth(self) -> Kind:
         """What Regrow must say."""
         known = KINDS[self.kind]
-        if self.kind != "command":
+        if self.kind not in _OWN_TRUTH:
             return msgspec.structs.replace(known, straggler=self.straggler)
         return msgspec.structs.replace(known, incidents=self.incidents, names=self.names, straggler=self.straggler)
 
@@ -113,8 +119,8 @@ class Plan(_Table, frozen=True, kw_only=True):
     fault: tuple[Fault, ...] = ()
 
 
-_NOT_DRAWN = ("command", "sick_gemm")
-"""They need words, or another job."""
+_NOT_DRAWN = ("command", "sick_gemm", "dcgm_inject")
+"""They need words, another job, or a tool."""
 
 
 def load(source: str) -> Plan:
@@ -190,7 +196,7 @@ def _check_values(fault: Fault, where: str, plan: Plan) -> None:
         raise ConfigurationError("straggler belongs to worker_slow and to a command without incidents", where=where)
     if fault.kind == "net_loss" and not 0 < fault.ratio < 1:
         raise ConfigurationError(f"ratio {fault.ratio} is no share of packets", where=where, hint="between 0 and 1")
-    negative = [name for name in ("delay_seconds", "rate", "quiet_seconds", "within_seconds") if getattr(fault, name) < 0]
+    negative = [name for name in ("delay_seconds", "rate", "quiet_seconds", "within_seconds", "gpu", "field") if getattr(fault, name) < 0]
     if negative:
         raise ConfigurationError(f"{negative[0]} is negative", where=where)
 
@@ -198,6 +204,11 @@ def _check_values(fault: Fault, where: str, plan: Plan) -> None:
 def needs_namespace(plan: Plan) -> bool:
     """Whether some fault breaks the loopback network."""
     return any(fault.truth.needs_namespace for fault in plan.fault)
+
+
+def needs_dcgm(plan: Plan) -> bool:
+    """Whether some fault is put into DCGM."""
+    return any(fault.kind == "dcgm_inject" for fault in plan.fault)
 
 
 def draw(number: int, *, seed: int, nodes: int = 4) -> Plan:

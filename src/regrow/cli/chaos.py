@@ -51,6 +51,10 @@ def run(
     if dry_run:
         emit(plans.document(chosen), as_json=as_json, human=lambda: _tell_plan(plans.document(chosen)))
         return
+    if plans.needs_dcgm(chosen):
+        from regrow.chaos import dcgm
+
+        dcgm.check()
     if plans.needs_namespace(chosen):
         from regrow.chaos import namespace
 
