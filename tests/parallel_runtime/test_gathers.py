@@ -1,0 +1,57 @@
+"""Shards without copies: what arrives in an all-gather is compared with what its owner holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from regrow import wire
+from regrow.places import block_text
+from regrow.supervisor.core import sdc
+
+FIRST = f"model.1.weight, {block_text(1)}"
+
+
+def said(folder: Path, world: int) -> dict[str, dict[int, wire.DigestEvidence]]:
+    """{step: {rank: its evidence}}."""
+    found: dict[str, dict[int, wire.DigestEvidence]] = {}
+    for rank in range(world):
+        for step, (received, receivers) in json.loads((folder / f"said-{rank}.json").read_text()).items():
+            told = {int(owner): tensor for owner, tensor in received.items()}
+            found.setdefault(step, {})[rank] = wire.DigestEvidence(received=told, receivers=receivers)
+    return found
+
+
+def test_who_sends_and_who_receives_a_wrong_bit_is_told_apart(ranks: Any) -> None:
+    """Four shards cut unevenly, bfloat16 on the wire, HSDP; and a run in which every bit is right says nothing."""
+
+    def job(name: str, where: str, rank: int, owner: int, **more: Any) -> Any:
+        return ranks.job(name, 4, "gathers:train", {"folder": "{folder}", "where": where, "rank": rank, "owner": owner, **more})
+
+    done = ranks.run(
+        [
+            job("clean", "arrived", -1, 0),
+            job("sent", "sent", 2, 2),
+            job("arrived", "arrived", 1, 3, bf16=True),
+            job("copies", "arrived", 1, 0, copies=2),
+        ]
+    )
+    assert said(done["clean"].ok(), 4) == {}
+    sent = said(done["sent"].ok(), 4)
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in sent.items()} == {
+        "5": {rank: {2: FIRST} for rank in range(4)}
+    }
+    blamed = sdc.blame(sent["5"])
+    assert blamed is not None
+    assert blamed.rank == 2
+    arrived = said(done["arrived"].ok(), 4)
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in arrived.items()} == {"5": {1: {3: FIRST}}}
+    blamed = sdc.blame(arrived["5"])
+    assert blamed is not None
+    assert blamed.rank == 1
+    copies = said(done["copies"].ok(), 4)
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in copies.items()} == {"5": {1: {0: FIRST}}}
+    blamed = sdc.blame(copies["5"])
+    assert blamed is not None
+    assert blamed.rank == -1, "of two that share shards nobody can be named"
