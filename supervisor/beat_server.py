@@ -46,34 +46,124 @@ class Receiver(Protocol):
 class Connection:
     """One agent's connection."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
         self.node = ""
         self.incarnation = ""
-        self._writer = writer
+        self._transport = transport
 
     @property
-    def transport(self) -> asyncio.StreamWriter:
+    def transport(self) -> asyncio.Transport:
         """For what TLS knows of the other side."""
-        return self._writer
+        return self._transport
 
     def send(self, message: msgspec.Struct) -> bool:
         """Hand a message to the kernel. False: the connection is closing, or its agent does not read."""
-        if self._writer.is_closing():
+        if self._transport.is_closing():
             return False
-        self._writer.write(wire.encode(message))
-        if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+        self._transport.write(wire.encode(message))
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             log.warning("node=%s does not read: connection dropped", self.node)
-            self._writer.transport.abort()
+            self._transport.abort()
             return False
         return True
 
     def close(self) -> None:
         """End it; what was sent still goes out."""
-        self._writer.close()
+        self._transport.close()
 
     def abort(self) -> None:
         """End it at once."""
-        self._writer.transport.abort()
+        self._transport.abort()
+
+
+class _Lines(asyncio.Protocol):
+    """One connection from its first byte on: a greeting, then whatever the agent says. Lines are taken as the bytes arrive: a task or
+    a future for each would cost a leader of thousands more than what is in them."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection is gone."""
+        self._receiver = receiver
+        self._rest = b""
+        self._connection: Connection | None = None
+        self._welcomed = False
+        self._reason = ""
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """After the TLS handshake, where there is one."""
+        assert isinstance(transport, asyncio.Transport)
+        _tune(transport)
+        self._connection = Connection(transport)
+        self._deadline = asyncio.get_running_loop().call_later(_HELLO_SECONDS, self._end, f"not within {_HELLO_SECONDS:g} s")
+
+    def data_received(self, data: bytes) -> None:
+        """Whole lines are taken, the rest is kept."""
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if self._connection is None or self._connection.transport.is_closing():
+                return
+            self._line(self._connection, line)
+        if len(self._rest) > wire.MAX_MESSAGE_BYTES:
+            self._end(f"a line of more than {wire.MAX_MESSAGE_BYTES} bytes")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell who was told of it."""
+        self._greeted_or_gone()
+        if self._welcomed and self._connection is not None:
+            self._receiver.closed(self._connection, self._reason or str(exc or "") or "closed by the agent")
+        elif not self._reason:
+            log.info("a connection did not greet: %s", exc or "closed by the agent")
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _line(self, connection: Connection, line: bytes) -> None:
+        try:
+            message = wire.decode(line, wire.FromAgent)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._end(str(error) or type(error).__name__)
+            return
+        if self._welcomed:
+            self._receiver.said(connection, message)
+        else:
+            self._greeted_or_gone()
+            self._greet(connection, message)
+
+    def _greeted_or_gone(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _greet(self, connection: Connection, hello: Any) -> None:
+        if not isinstance(hello, wire.Hello):
+            self._refuse(connection, wire.Refused(reason=f"greeted with {type(hello).__name__}, not hello", retry=False))
+            return
+        role, named = security.peer_name(connection.transport)
+        if connection.transport.get_extra_info("peercert") and (role, named) != ("node", hello.node):
+            log.warning("node=%s shows the certificate of %s %s: refused", hello.node, role or "nobody of ours", named)
+            self._refuse(connection, wire.Refused(reason=f"the certificate does not name node {hello.node}: {role} {named}", retry=False))
+            return
+        connection.node, connection.incarnation = hello.node, hello.incarnation
+        answer = self._receiver.greeted(hello, connection)
+        if isinstance(answer, wire.Refused):
+            log.info("node=%s refused: %s", hello.node, answer.reason)
+            self._refuse(connection, answer)
+            return
+        self._welcomed = True
+        connection.send(answer)
+
+    def _refuse(self, connection: Connection, refusal: wire.Refused) -> None:
+        self._reason = refusal.reason
+        connection.send(refusal)
+        connection.close()
+
+    def _end(self, reason: str) -> None:
+        if not self._welcomed:
+            log.info("a connection did not greet: %s", reason)
+        self._reason = reason
+        if self._connection is not None:
+            self._connection.abort()
 
 
 class BeatServer:
@@ -146,11 +236,11 @@ class BeatServer:
 
     async def _serve(self, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=wire.MAX_MESSAGE_BYTES, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         limit = _HELLO_SECONDS if self._tls is not None else None
         try:
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit)
+            transport, lines = await loop.connect_accepted_socket(
+                lambda: _Lines(self._receiver), accepted, ssl=self._tls, ssl_handshake_timeout=limit
+            )
         except OSError as error:
             log.info("a connection did not greet: %s", error or type(error).__name__)
             accepted.close()
@@ -158,51 +248,10 @@ class BeatServer:
         except asyncio.CancelledError:
             accepted.close()
             raise
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            _tune(writer)
-            await self._conversation(reader, Connection(writer))
+            await lines.over
         finally:
             transport.abort()
-
-    async def _conversation(self, reader: asyncio.StreamReader, connection: Connection) -> None:
-        try:
-            async with asyncio.timeout(_HELLO_SECONDS):
-                hello = wire.decode(await _line(reader), wire.FromAgent)
-        except (OSError, TimeoutError, ValueError, msgspec.MsgspecError) as error:
-            log.info("a connection did not greet: %s", error or type(error).__name__)
-            return
-        if not isinstance(hello, wire.Hello):
-            connection.send(wire.Refused(reason=f"greeted with {type(hello).__name__}, not hello", retry=False))
-            return
-        role, named = security.peer_name(connection.transport)
-        if connection.transport.get_extra_info("peercert") and (role, named) != ("node", hello.node):
-            log.warning("node=%s shows the certificate of %s %s: refused", hello.node, role or "nobody of ours", named)
-            connection.send(wire.Refused(reason=f"the certificate does not name node {hello.node}: {role} {named}", retry=False))
-            connection.close()
-            return
-        connection.node, connection.incarnation = hello.node, hello.incarnation
-        answer = self._receiver.greeted(hello, connection)
-        connection.send(answer)
-        if isinstance(answer, wire.Refused):
-            log.info("node=%s refused: %s", hello.node, answer.reason)
-            connection.close()
-            return
-        reason = "closed by the agent"
-        try:
-            while True:
-                self._receiver.said(connection, wire.decode(await _line(reader), wire.FromAgent))
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            reason = str(error) or type(error).__name__
-        finally:
-            self._receiver.closed(connection, reason)
-
-
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    line = await reader.readline()
-    if not line.endswith(b"\n"):
-        raise ConnectionResetError("closed by the agent")
-    return line
 
 
 def _reset(accepted: socket.socket) -> None:
@@ -211,8 +260,8 @@ def _reset(accepted: socket.socket) -> None:
     accepted.close()
 
 
-def _tune(writer: asyncio.StreamWriter) -> None:
-    connection = writer.get_extra_info("socket")
+def _tune(transport: asyncio.Transport) -> None:
+    connection = transport.get_extra_info("socket")
     if connection is not None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
