@@ -33,12 +33,14 @@ from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.records import LedgerRecord
 from regrow.supervisor.core.view import Incident, View
 from regrow.supervisor.keys import Keys
+from regrow.supervisor.recent import Recent
 
 log = logging.getLogger("regrow.supervisor.effects")
 
 _CHUNK_NODES = 128
 _KEPT_GENERATIONS = 20
 _RETRY_SECONDS = 0.3
+_MOST_ALONG = 32
 _RECORD_SECONDS = 4.0
 
 
@@ -100,7 +102,10 @@ class Effects:
         self._now = now
         self._lost = lost
         self._tasks: set[asyncio.Task[None]] = set()
+        self.recent = Recent(keys)
         self._dirty: dict[str, bytes | None] = {}
+        self._along: dict[str, list[Operation]] = {}
+        """{key: what is written in the same transaction}."""
         self._more = asyncio.Event()
         self._flusher: asyncio.Task[None] | None = None
         self.generation_revisions: dict[str, int] = {}
@@ -122,9 +127,12 @@ class Effects:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def write(self, key: str, value: bytes | None) -> None:
-        """Write (None: delete) a key soon, and again until the store took it. The newest value of a key wins."""
+    def write(self, key: str, value: bytes | None, along: Sequence[Operation] = ()) -> None:
+        """Write (None: delete) a key soon, and again until the store took it. The newest value of a key wins. `along` goes into the
+        same transaction, whichever value that has."""
         self._dirty[key] = value
+        if along:
+            self._along.setdefault(key, []).extend(along)
         self._more.set()
 
     def dispatch(self, seq: int, action: a.Action, view: View) -> None:
@@ -156,11 +164,12 @@ class Effects:
                 if not self._send(action.node, wire.ClearHealth(epoch=epoch, seq=seq, by="operator")):
                     self._failed(seq, "clear_health", "not connected", job="", node=action.node)
             case a.SetQuarantine():
-                self.write(self._keys.quarantined(action.record.key), msgspec.json.encode(action.record))
+                changed = msgspec.json.encode(action.record)
+                self.write(self._keys.quarantined(action.record.key), changed, self.recent.operations(epoch, seq, action, self._now()))
             case a.SetCheckpoint():
                 self._spawn(self._amend_checkpoint(action.job, action.step, action.evidence, action.damaged))
             case a.ParkJob() | a.EndJob() | a.SaveLedger():
-                self._ledger(action.job, action.ledger)
+                self._ledger(action.job, action.ledger, self.recent.operations(epoch, seq, action, self._now()))
             case a.EndBoundary() | a.Observe() | a.Page():
                 _say(action)
             case _:
@@ -229,8 +238,8 @@ class Effects:
             e.ActionFailed(at=self._now(), seq=seq, kind=kind, job=job, node=node, generation=generation, reason=reason, fenced=fenced)
         )
 
-    def _ledger(self, job: str, ledger: LedgerRecord) -> None:
-        self.write(self._keys.job(job, "ledger"), msgspec.json.encode(ledger))
+    def _ledger(self, job: str, ledger: LedgerRecord, along: Sequence[Operation] = ()) -> None:
+        self.write(self._keys.job(job, "ledger"), msgspec.json.encode(ledger), along)
 
     async def _record(self, seq: int, action: a.RecordGeneration, epoch: int) -> None:
         spec = action.spec
@@ -293,13 +302,12 @@ class Effects:
         for put in puts[:-1]:
             await self._guarded((put,))
         known = self.generation_revisions.get(action.job)
-        entry = msgspec.json.encode({"kind": "record_generation", "at": self._now(), "reason": spec.reason, "generation": spec.generation})
         old = spec.generation - _KEPT_GENERATIONS
         success: list[Operation] = [
             Put(key, value),
             Put(keys.job(action.job, "ledger"), msgspec.json.encode(action.ledger)),
             *puts[-1:],
-            Put(keys.event(epoch, seq), entry),
+            *self.recent.operations(epoch, seq, action, self._now()),
         ]
         if old > 0:
             success.append(Delete(keys.members_of(action.job, old), prefix=True))
@@ -357,8 +365,9 @@ class Effects:
                 self._more.clear()
                 await self._more.wait()
             key, value = next(iter(self._dirty.items()))
+            along = tuple(self._along.get(key, ())[:_MOST_ALONG])
             try:
-                written = await self._guarded([Put(key, value) if value is not None else Delete(key)])
+                written = await self._guarded([Put(key, value) if value is not None else Delete(key), *along])
             except StoreError as error:
                 if up:
                     why = f"{error.what}" + (" (the store is full)" if isinstance(error, NoSpace) else "")
@@ -372,7 +381,10 @@ class Effects:
             if not written:
                 self._lost("the leader's record is not ours any more")
                 return
-            if self._dirty.get(key, ...) is value:
+            left = self._along.pop(key, [])[len(along) :]
+            if left:
+                self._along[key] = left
+            elif self._dirty.get(key, ...) is value:
                 del self._dirty[key]
 
     def _spawn(self, work: object) -> None:

@@ -20,6 +20,8 @@ log = logging.getLogger("regrow.supervisor.journal")
 
 _RING = 20_000
 _FOLLOWER_BACKLOG = 5_000
+_DECISIONS = ("record_generation", "park_job", "end_job", "set_quarantine", "decided")
+"""Kinds of which the store has a copy (`supervisor.recent`); the last: one that was found there."""
 _SCHEMA = """
 create table if not exists events (
   id integer primary key, epoch integer not null, at real not null, kind text not null,
@@ -56,6 +58,8 @@ class Journal:
         self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._next = 1
+        self.last_decided = (0, 0)
+        """(epoch, number of the order) of the newest decision that is here."""
 
     def open(self) -> None:
         """Continue after the last archived entry.
@@ -70,8 +74,13 @@ class Journal:
             row = database.execute("select coalesce(max(id), 0) from events").fetchone()
             self._next = int(row[0]) + 1
             recent = database.execute("select body from events order by id desc limit 1000").fetchall()
+            marks = ", ".join("?" * len(_DECISIONS))
+            newest = f"select body from events where kind in ({marks}) order by id desc limit 1"  # noqa: S608  # question marks only
+            decided = database.execute(newest, _DECISIONS).fetchone()
         for (body,) in reversed(recent):
             self._ring.append(msgspec.json.decode(body, type=Entry))
+        if decided is not None:
+            self._note_decision(msgspec.json.decode(decided[0], type=Entry))
         self._thread = threading.Thread(target=self._archive, name="regrow-journal", daemon=True)
         self._thread.start()
 
@@ -103,6 +112,7 @@ class Journal:
             id=self._next, epoch=epoch, at=at, time=stamp, kind=kind, job=job, node=node, generation=generation, text=text, data=data or {}
         )
         self._next += 1
+        self._note_decision(entry)
         self._ring.append(entry)
         if self._thread is not None:
             self._queue.put(entry)
@@ -113,6 +123,10 @@ class Journal:
                 self._followers.discard(follower)
                 log.warning("a follower of the journal was too slow and is dropped")
         return entry
+
+    def _note_decision(self, entry: Entry) -> None:
+        if entry.kind in _DECISIONS:
+            self.last_decided = max(self.last_decided, (entry.epoch, int(entry.data.get("seq", 0))))
 
     def since(self, after: int, *, job: str = "", limit: int = 1_000) -> list[Entry]:
         """Entries in memory with an id above `after`, oldest first; the newest `limit` of them."""

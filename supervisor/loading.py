@@ -13,6 +13,7 @@ from regrow import wire
 from regrow.ckpt import catalog
 from regrow.errors import OperationalError
 from regrow.store.base import Listing, Store
+from regrow.supervisor import recent
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.records import LearnedRecord, LedgerRecord, QuarantineRecord
 from regrow.supervisor.effects import Cordon, Incidents, Members
@@ -27,6 +28,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     events: tuple[e.Event, ...]
     generation_revisions: dict[str, int]
+    decided: dict[tuple[int, int], recent.Decided]
+    """What earlier leaders decided last."""
 
 
 async def load(store: Store, keys: Keys, now: float) -> Loaded:
@@ -56,7 +59,7 @@ async def load(store: Store, keys: Keys, now: float) -> Loaded:
         made, revision = await _job(keys, jobs, name, now)
         revisions |= {name: revision} if revision else {}
         events += [made] if made is not None else []
-    return Loaded(events=tuple(events), generation_revisions=revisions)
+    return Loaded(events=tuple(events), generation_revisions=revisions, decided=await recent.load(store, keys))
 
 
 async def _job(keys: Keys, listing: Listing, name: str, now: float) -> tuple[e.JobLoaded | None, int]:

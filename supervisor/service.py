@@ -20,7 +20,7 @@ from regrow.errors import ConfigurationError, OperationalError
 from regrow.store.base import Store, StoreError
 from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
-from regrow.supervisor import adoption, loading, upgrade
+from regrow.supervisor import adoption, loading, recent, upgrade
 from regrow.supervisor.actuators.config import ActuatorConfig
 from regrow.supervisor.actuators.group import Actuators
 from regrow.supervisor.actuators.loop import Tenure
@@ -243,6 +243,8 @@ class Supervisor:
             raise_epoch=self._higher_epoch,
         )
         term.effects.generation_revisions = dict(loaded.generation_revisions)
+        term.effects.recent.begin(loaded.decided)
+        recent.tell(self.journal, loaded.decided)
         self.term = term
         watcher = asyncio.create_task(self._until_deposed(leadership, term))
         jobs = tuple(event for event in loaded.events if isinstance(event, e.JobLoaded))

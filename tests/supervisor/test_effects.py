@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,11 +13,13 @@ from regrow import wire
 from regrow.ids import MeshShape
 from regrow.store.base import Comparison, version
 from regrow.store.memory import MemoryStore
+from regrow.supervisor import recent
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core.records import LedgerRecord
+from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
 from regrow.supervisor.core.view import View
 from regrow.supervisor.effects import Effects, Members
+from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
 
 
@@ -120,3 +123,68 @@ async def test_a_lost_answer_does_not_lose_the_record(store: MemoryStore) -> Non
     assert not desk.lost
     await desk.effects.stop()
     await client.close()
+
+
+def put_out(number: int) -> a.SetQuarantine:
+    return a.SetQuarantine(record=QuarantineRecord(key="GPU-1", state="suspect", since=float(number), reason=f"sign {number}", node="n0"))
+
+
+@pytest.mark.parametrize(
+    ("action", "key", "kind"),
+    [
+        (record(1), "jobs/j/generation", "record_generation"),
+        (a.ParkJob(job="j", state="parked", reason="few", ledger=LedgerRecord(), incident=None), "jobs/j/ledger", "park_job"),
+        (a.EndJob(job="j", state="done", reason="all", exit_code=0, ledger=LedgerRecord()), "jobs/j/ledger", "end_job"),
+        (put_out(1), "quarantine/GPU-1", "set_quarantine"),
+    ],
+)
+async def test_a_decision_is_in_the_transaction_of_its_change(store: MemoryStore, action: a.Action, key: str, kind: str) -> None:
+    desk = Desk(store)
+    desk.effects.start()
+    desk.effects.dispatch(7, action, View(epoch=3))
+    async with asyncio.timeout(20):
+        while (told := await store.get(desk.keys.event(3, 7))) is None:  # noqa: ASYNC110  # written in the background
+            await asyncio.sleep(0.01)
+    changed = await store.get(f"/regrow/test/{key}")
+    assert changed is not None
+    assert changed.mod_revision == told.mod_revision
+    assert [(mark, found.kind) for mark, found in (await recent.load(store, desk.keys)).items()] == [((3, 7), kind)]
+    await desk.effects.stop()
+
+
+async def test_the_store_keeps_the_newest_decisions_only(store: MemoryStore) -> None:
+    """Also those that were in a hurry: each is written, whatever newer value its record has by then."""
+    desk = Desk(store)
+    desk.effects.recent.begin([(1, number) for number in range(1, 41)])
+    for number in range(1, 41):
+        await store.put(desk.keys.event(1, number), b"{}")
+    for number in range(1, 200):
+        desk.effects.dispatch(number, put_out(number), View(epoch=2))
+    desk.effects.start()
+    last = desk.keys.event(2, 199)
+    async with asyncio.timeout(20):
+        while await store.get(last) is None:  # noqa: ASYNC110  # written in the background
+            await asyncio.sleep(0.01)
+    kept = [item.key for item in await store.get_prefix(desk.keys.events)]
+    assert kept == [desk.keys.event(2, number) for number in range(200 - recent.KEPT, 200)]
+    assert (await stored(store, desk.keys.quarantined("GPU-1"), QuarantineRecord)).reason == "sign 199"
+    await desk.effects.stop()
+
+
+async def test_the_next_leader_tells_what_the_last_one_had_no_time_to_write_down(store: MemoryStore, tmp_path: Path) -> None:
+    keys = Keys("test")
+    decided = recent.Decided(kind="end_job", at=5.0, reason="done: all steps", job="j")
+    for epoch, seq in ((3, 8), (3, 9), (4, 2)):
+        await store.put(keys.event(epoch, seq), msgspec.json.encode(decided))
+    await store.put(keys.event(5, 1), b"not JSON")
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.open()
+    journal.write(epoch=3, at=1.0, kind="park_job", job="j", data={"seq": 8})
+    journal.close()
+    for _ in range(2):  # what was told is not told again
+        journal = Journal(tmp_path / "journal.sqlite")
+        journal.open()
+        recent.tell(journal, await recent.load(store, keys))
+        told = [(entry.epoch, entry.data["seq"], entry.text) for entry in journal.since(0) if entry.kind == "decided"]
+        assert told == [(3, 9, "end_job by an earlier leader: done: all steps"), (4, 2, "end_job by an earlier leader: done: all steps")]
+        journal.close()
