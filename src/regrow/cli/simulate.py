@@ -60,9 +60,7 @@ def simulate(
     measure: Annotated[
         list[Path] | None, typer.Option(help="Journals in which --against measures its delays. Repeatable.", rich_help_panel=_REAL)
     ] = None,
-    leader: Annotated[
-        bool, typer.Option("--leader", help="No training: beats, reports and greetings of a leader's one thread.", rich_help_panel=_LEADER)
-    ] = False,
+    leader: Annotated[bool, typer.Option("--leader", help="No training: its beats, reports, greetings.", rich_help_panel=_LEADER)] = False,
     group: Annotated[int, typer.Option(help="Nodes that an aggregator stands for.", rich_help_panel=_LEADER)] = 64,
     costs: Annotated[
         Path | None, typer.Option(help="What benchmarks/aggregators.py --json printed, or TOML like leader.toml.", rich_help_panel=_LEADER)
