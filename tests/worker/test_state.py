@@ -175,7 +175,12 @@ def _from_gloo() -> Exception:
 def test_a_peer_that_dies_while_all_restore_says_nothing_of_the_checkpoint(error: Exception, refused: bool) -> None:
     """It would be set aside as damaged, and after a few such faults none were left."""
     told: list[Any] = []
-    link = SimpleNamespace(send=lambda message, **_: told.append(message), drain=lambda _: None)
+
+    def send(message: Any, *, keep: bool) -> None:
+        assert keep
+        told.append(message)
+
+    link = SimpleNamespace(send=send, drain=lambda _: None)
     spec = SimpleNamespace(restore=wire.RestorePoint(step=3, directory="d"), in_place=False)
     run = SimpleNamespace(environment=SimpleNamespace(supervised=True, generation=2, rank=0, spec=spec, world_size=2), supervised=True)
 
