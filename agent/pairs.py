@@ -30,6 +30,8 @@ _STORE_SECONDS = 3.0
 _OFFER_TTL_SECONDS = 10.0
 _PAUSE_SECONDS = (0.2, 1.0)
 _AT_ONCE = 4
+_NEIGHBOURS = 16
+"""Partners that a node looks at. A second one that is known to be good is among them, or asks by itself."""
 AGAIN_SECONDS = 20.0
 """A node that could not be judged, or reached nobody, tries again after so long."""
 _NAMES: dict[Verdict, str] = {"bad": PAIRS, "unreached": PAIRS_UNREACHED, "open": PAIRS_OPEN}
@@ -127,11 +129,13 @@ class Pairs:
         return await exchange.ask(self._node, partner, address, tls=self._tls, num_bytes=self._num_bytes, spoil=self._spoil)
 
     async def _there(self) -> set[str]:
-        """Who starts or is registered. Names alone: a listing of values would be large in a large cluster."""
+        """The next ones in the ring of those that start or are registered: a few names, however large the cluster is."""
         there: set[str] = set()
         for prefix in (self._keys.node(""), self._keys.offer("")):
-            listing = await self._store.get_prefix(prefix, keys_only=True, timeout=_STORE_SECONDS)
-            there |= {item.key.removeprefix(prefix) for item in listing}
+            keys = await self._store.next_keys(prefix, self._node, _NEIGHBOURS, timeout=_STORE_SECONDS)
+            if len(keys) < _NEIGHBOURS:  # the ring begins again
+                keys += await self._store.next_keys(prefix, "", _NEIGHBOURS - len(keys), timeout=_STORE_SECONDS)
+            there |= {key.removeprefix(prefix) for key in keys}
         return there - {self._node}
 
     async def _address_of(self, partner: str) -> str:

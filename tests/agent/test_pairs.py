@@ -245,7 +245,7 @@ def test_what_is_held_against_the_node(name: str, state: str, action: str) -> No
 
 async def test_agents_of_a_cluster_keep_a_bad_node_out(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real agents, one of which sends a wrong bit: its greeting says that it is unhealthy, those of the others that they are not."""
-    flags = ("--health-seconds", "5", "--preflight-seconds", "20", "--kernel-log", "")
+    flags = ("--health-seconds", "5", "--preflight-seconds", str(LIMIT), "--kernel-log", "")
 
     async def start(node: str, fault: str = "") -> None:
         with monkeypatch.context() as patch:

@@ -47,6 +47,17 @@ async def test_prefixes_list_in_order_and_exactly(store: Store, prefix: str) -> 
     assert [item.key for item in await store.get_prefix(prefix)] == [prefix + "b", prefix + "ü"]
 
 
+@pytest.mark.parametrize(
+    ("after", "limit", "expected"),
+    [("", 2, ["a", "a/2"]), ("a", 3, ["a/2", "a0", "b"]), ("a1", 9, ["b", "ü"]), ("b", 1, ["ü"]), ("ü", 5, []), ("z", 5, ["ü"])],
+)
+async def test_a_few_keys_from_behind_one_on(store: Store, prefix: str, after: str, limit: int, expected: list[str]) -> None:
+    for name in ("b", "a", "a/2", "ü", "a0"):
+        await store.put(prefix + name, b"value")
+    await store.put(prefix[:-1] + "0", b"outside")
+    assert await store.next_keys(prefix, after, limit) == tuple(prefix + name for name in expected)
+
+
 async def test_a_listing_is_of_one_revision_and_reads_the_past(store: Store, prefix: str) -> None:
     for number in range(700):  # more than one page
         await store.put(f"{prefix}{number:04d}", b"old")

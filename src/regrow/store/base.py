@@ -337,6 +337,10 @@ class Store(Protocol):
         """
         ...
 
+    async def next_keys(self, prefix: str, after: str, limit: int, *, timeout: float | None = None) -> tuple[str, ...]:
+        """At most `limit` (> 0) keys that begin with `prefix`, in key order from behind `prefix` + `after` on, and no values."""
+        ...
+
     async def put(self, key: str, value: bytes, *, lease: Lease | int = 0, timeout: float | None = None) -> int:
         """Write a key; returns the revision."""
         ...

@@ -107,6 +107,13 @@ class EtcdStore:
                 return Listing(revision, tuple(items))
             start = answer.kvs[-1].key + b"\0"
 
+    async def next_keys(self, prefix: str, after: str, limit: int, *, timeout: float | None = None) -> tuple[str, ...]:
+        """See `Store.next_keys`."""
+        start = (prefix + after).encode() + b"\0"
+        request = pb.RangeRequest(key=start, range_end=prefix_end(prefix), limit=limit, keys_only=True)
+        answer = await self._connection.call(rpc.RANGE, request, timeout=timeout, retry=True)
+        return tuple(item.key.decode() for item in answer.kvs)
+
     async def put(self, key: str, value: bytes, *, lease: Lease | int = 0, timeout: float | None = None) -> int:
         """See `Store.put`."""
         check_size((), (Put(key, value),), ())

@@ -106,6 +106,11 @@ class MemoryStore:
         bare = (KeyValue(k.key, b"", k.create_revision, k.mod_revision, k.version, k.lease) for k in listing.items)
         return Listing(listing.revision, tuple(bare))
 
+    async def next_keys(self, prefix: str, after: str, limit: int, *, timeout: float | None = None) -> tuple[str, ...]:
+        """See `Store.next_keys`."""
+        await self._answered(timeout)
+        return tuple(item.key for item in self.server.listing(prefix) if item.key > prefix + after)[:limit]
+
     async def put(self, key: str, value: bytes, *, lease: Lease | int = 0, timeout: float | None = None) -> int:
         """See `Store.put`."""
         return (await self.transaction((), (Put(key, value, lease_id(lease)),), timeout=timeout)).revision
