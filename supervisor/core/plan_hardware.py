@@ -30,12 +30,12 @@ def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
         if node.connected and quarantine.is_bad(node):
             _condemn(view, node, policy, now, draft)
     for job in view.jobs.values():
-        if job.generation is not None and job.generation.wrong_once:
+        if job.generation is not None and job.generation.wrong_once and job.generation.divergence is None:
             _remember(view, job, job.generation, now, draft)
 
 
 def _remember(view: View, job: JobView, generation: GenerationView, now: float, draft: Draft) -> None:
-    """Results that were wrong once outlive the generation, with the hardware that gave them."""
+    """Results that were wrong once outlive the generation, with the hardware that gave them. (What leads to an accusation is a strike.)"""
     for rank, count in generation.wrong_once.items():
         node = view.nodes.get(generation.node_of(rank))
         if node is None:

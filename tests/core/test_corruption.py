@@ -8,6 +8,7 @@ from world import World, running
 from regrow import wire
 from regrow.ids import MeshShape
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core import sdc
 
 
 def not_finite(world: World, first: int, last: int, ranks: dict[int, str]) -> None:
@@ -83,6 +84,33 @@ def test_one_wrong_result_that_was_replaced_is_remembered_the_second_accuses() -
     assert world.view.quarantine["GPU-c-1"].state == "quarantined"
 
 
+@pytest.mark.parametrize(("days", "accused"), [(3, True), (13, True), (15, False)])
+def test_suspicion_stays_with_the_hardware_for_weeks_whatever_was_clean_meanwhile(days: float, accused: bool) -> None:
+    """Wrong once, a restart, many clean checks, and wrong once again: half of the first is left after two weeks."""
+    world = running("a", "b", "c", "d")
+    world.steps(1, 3)
+    judged(world, 3, "diverged", once=(5,), repaired=True)
+    world.wait(1)
+    record = world.view.quarantine["GPU-c-1"]
+    assert (record.state, record.suspicion) == ("healthy", 1.0), "counted once, and still in use"
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert "c" in world.generation.spec.nodes
+    world.steps(3, 5)
+    world.wait(days * 86_400)
+    for step in (6, 7):
+        world.step(step)
+        judged(world, step, "agree")
+    rank = next(rank for rank in range(8) if world.generation.device_of(rank) == "GPU-c-1")
+    world.step(8)
+    judged(world, 8, "diverged", once=(rank,), repaired=True)
+    world.wait(1)
+    record = world.view.quarantine["GPU-c-1"]
+    assert (record.state == "quarantined") == accused, record
+    assert record.suspicion == pytest.approx(1.0 if accused else 1.0 + 0.5 ** (days / 14), rel=0.01), "an accusation is a strike"
+    assert accused == ("in earlier generations" in world.job.incidents[-1].text)
+
+
 def test_a_mismatch_without_a_name_rolls_back_and_blames_nobody() -> None:
     world = running("a", "b")
     world.steps(1, 2)
@@ -141,3 +169,55 @@ def test_k03_what_comes_again_on_the_same_rank_is_not_called_hardware() -> None:
     incident = world.job.incidents[-1]
     assert (incident.kind, incident.cause, incident.rank) == ("non_finite", "unknown", 2)
     assert "again when its work was repeated" in incident.text
+
+
+def evidence(receivers: int, received: dict[int, dict[int, str]]) -> dict[int, wire.DigestEvidence]:
+    ranks = range(receivers)
+    return {rank: wire.DigestEvidence(received=received.get(rank, {}), receivers=receivers) for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("size", "received", "rank"),
+    [
+        (4, {0: {2: "w"}, 1: {2: "w"}, 2: {2: "w"}, 3: {2: "w"}}, 2),
+        (4, {0: {2: "w"}, 1: {2: "w"}, 3: {2: "w"}}, 2),
+        (4, {3: {2: "w"}}, 3),
+        (4, {3: {0: "v", 1: "v", 2: "w"}}, 3),
+        (4, {0: {2: "w"}, 1: {2: "w"}}, -1),
+        (4, {0: {2: "w"}, 1: {3: "w"}}, -1),
+        (2, {0: {1: "w"}}, -1),
+        (2, {0: {1: "w"}, 1: {1: "w"}}, 1),
+    ],
+)
+def test_whose_fault_it_is_that_a_shard_arrived_otherwise(size: int, received: dict[int, dict[int, str]], rank: int) -> None:
+    found = sdc.blame(evidence(size, received))
+    assert found is not None
+    assert found.rank == rank, found
+    assert sdc.blame(evidence(size, {})) is None
+
+
+@pytest.mark.parametrize("rank", [5, -1])
+def test_a_wrong_all_gather_goes_back_before_its_step_and_puts_out_whom_it_names(rank: int) -> None:
+    world = running("a", "b", "c", "d", steps=0, commit=None)
+    for step in range(1, 7):
+        world.step(step)
+        world.tell(e.DigestsReported(at=world.now, job="j", generation=1, step=step, digests=dict.fromkeys(range(8), wire.AT_REST)))
+        if step in (3, 6):
+            world.commit(step)
+    world.tell(e.ReceivedWrong(at=world.now, job="j", generation=1, rank=rank, step=6, reason="model.w of rank 5 arrived otherwise"))
+    world.wait(1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.rank) == ("sdc", rank)
+    assert ("GPU-c-1" in world.view.quarantine) == (rank == 5)
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step == 3, "step 6 was computed from what arrived wrong"
+    assert world.job.digest_checks["received_wrong"] == 1
+
+
+def test_a_vote_says_in_which_tensor_and_block() -> None:
+    world = running("a", "b", "c", "d")
+    world.step(1)
+    digests = {rank: "aa" if rank != 3 else "bb" for rank in range(8)}
+    world.tell(e.DigestsReported(at=world.now, job="j", generation=1, step=1, digests=digests, located="model.w differs in block 2"))
+    world.wait(1)
+    assert world.job.incidents[-1].text.endswith("; model.w differs in block 2")
