@@ -123,6 +123,8 @@ class Rank:
         self.samples: dict[str, list[float]] = {}
         self.generation = 0
         self.writer_pid = 0
+        self.call_seconds = 0.0
+        """Of the save in the newest window, until it returned."""
 
     def holder(self, layout: str) -> Holder:
         """This rank's parameters in a layout."""
@@ -318,16 +320,20 @@ class Rank:
                     value.add_(1e-6)
                 dist.barrier()
                 if step == at and save is not None:
+                    called = time.monotonic()
                     pending = save()
+                    self.call_seconds = time.monotonic() - called
             self.pending = pending
 
-        for repeat in range(max(2, self.options.repeats - 2)):
+        for repeat in range(self.options.windows or max(2, self.options.repeats - 2)):
             number = 100 + repeat
             plain = self.timed("window_plain", lambda: train(2, None))
             stock = self.timed("window_dcp", lambda number=number: train(2, lambda: self._dcp(holder, stager, planner, f"dcp-{number}")))
+            self._note_max("window_dcp_stall", self.call_seconds, keep=True)
             self.pending.result()
             again = self.timed("window_plain", lambda: train(2, None))
             ours = self.timed("window_ours", lambda number=number: train(2, lambda: state.save(number, number)))
+            self._note_max("window_ours_stall", self.call_seconds, keep=True)
             self._await_record("ours", number)
             delayed = self.timed("window_late", lambda number=number: train(2, lambda: late.save(number, number)))
             self._note_max("late_stall", self.pending.stall_seconds + late.counts.join_seconds, keep=True)
@@ -336,10 +342,9 @@ class Rank:
             self.samples.setdefault("lost_late", []).append(max(1e-4, delayed - base))
             self.samples.setdefault("lost_dcp", []).append(max(1e-4, stock - base))
             self.samples.setdefault("lost_ours", []).append(max(1e-4, ours - base))
-        dist.barrier()
-        if self.rank == 0:
-            for path in [*self.folder.glob("dcp-1??")]:
-                shutil.rmtree(path)
+            dist.barrier()
+            if self.rank == 0:
+                shutil.rmtree(self.folder / f"dcp-{number}")
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -523,12 +528,6 @@ def ratio(samples: dict[str, list[float]], above: str, below: str) -> dict[str, 
     return {"median": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3)}
 
 
-def late_ratio(samples: dict[str, list[float]]) -> dict[str, float]:
-    """Stall of late copies (call and join) over the median of dcp's: they are taken in the window, dcp's on their own."""
-    stock = statistics.median(samples["dcp_stall"])
-    return ratio({"late": samples["late_stall"], "dcp": [stock] * len(samples["late_stall"])}, "late", "dcp")
-
-
 def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The named figures (medians) and their spread."""
     spread: dict[str, dict[str, float]] = {}
@@ -543,7 +542,8 @@ def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str
     if "lost_late" in samples:
         spread |= {
             "lost_time_over_best_dcp": ratio(samples, "lost_ours", "lost_dcp"),
-            "late_stall_over_best_dcp": late_ratio(samples),
+            "window_stall_over_best_dcp": ratio(samples, "window_ours_stall", "window_dcp_stall"),
+            "late_stall_over_best_dcp": ratio(samples, "late_stall", "window_dcp_stall"),
             "late_lost_time_over_best_dcp": ratio(samples, "lost_late", "lost_dcp"),
         }
     if "torchsnapshot_stall" in samples:
@@ -577,6 +577,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4, help="other numbers than 4 measure the same layout and rows -> columns only")
     parser.add_argument("--step-seconds", type=float, default=0.25, help="forward and backward of a step in the window")
+    parser.add_argument("--windows", type=int, default=0, help="so many windows; default two less than repeats, two at least")
     parser.add_argument("--parts", default="saves,window,loads", help="what to measure")
     parser.add_argument("--samples", default="", help="a file for the seconds as they come: what there is when the run is cut off")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
