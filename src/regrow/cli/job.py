@@ -176,6 +176,9 @@ def _details(job: dict[str, Any]) -> None:
     if checkpoint["step"] is not None:
         verified = f", newest verified: step {checkpoint['verified_step']}" if checkpoint["verified_step"] is not None else ""
         tables.indented(screen, f"checkpoint of step {checkpoint['step']}, {tables.ago(checkpoint['age_seconds'])} old{verified}")
+    if checkpoint.get("void"):
+        void = checkpoint["void"]
+        tables.indented(screen, f"{void['count']} saves since then are void, the last of step {void['step']}: {void['reason']}")
     screen.print()
     nodes = [(node["node"], node["state"], tables.ranks(node["ranks"]) or "-", node["why"]) for node in job["nodes"]]
     screen.print(tables.table(("node", "state", "ranks", "why not"), nodes) if nodes else "no node")
