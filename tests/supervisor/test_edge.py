@@ -233,6 +233,7 @@ def test_the_first_to_fall_silent_says_who_is_late() -> None:
     silence = Silence(silence_seconds=2.0, look_seconds=0.1)
     for node in ("a", "b", "c", "well"):
         silence.connected(node, 0.0)
+    found: list[e.NodeSilent] = []
     for tick in range(1, 21):
         silence.heard("well", tick * 0.1)
         if tick == 4:
