@@ -18,7 +18,6 @@ from regrow.errors import OperationalError
 
 MAX_OPERATIONS = 128
 """Most operations in one transaction (etcd's default)."""
-
 MAX_REQUEST_BYTES = 1_500_000
 """Largest request that etcd takes by default is 1.5 MiB; this leaves room for the envelope."""
 
