@@ -357,6 +357,7 @@ def _shim_options(settings: AgentSettings) -> ShimOptions:
         orphan_seconds=settings.orphan_seconds,
         preload=settings.preloads(),
         imports=settings.warm,
+        park=settings.slots,
     )
 
 

@@ -43,6 +43,8 @@ class ShimOptions(msgspec.Struct, frozen=True, kw_only=True):
     imports: bool = True
     """False: workers import everything themselves (warm start is off, memory is saved)."""
     spare_store: bool = True
+    park: int = 0
+    """Workers that stand ready before any was started: a node that joins or takes another's place needs them at once."""
 
 
 class ShimUp(msgspec.Struct, frozen=True):
@@ -220,6 +222,7 @@ class Launcher:
             command += ["--preload", name]
         command += [] if options.imports else ["--no-imports"]
         command += [] if options.spare_store else ["--no-store"]
+        command += ["--park", str(options.park)] if options.park and options.imports else []
         lifeline = lifeline_fd()
         environment = {name: value for name, value in os.environ.items() if name != LIFELINE or lifeline is not None}
         with (options.state / "shim.log").open("ab") as log:

@@ -60,9 +60,10 @@ class Shim:
             protocol.ExitShim: self._exit,
         }
 
-    def load(self, modules: tuple[str, ...], optional: tuple[str, ...]) -> None:
-        """Import what workers will need."""
+    def load(self, modules: tuple[str, ...], optional: tuple[str, ...], *, park: int = 0) -> None:
+        """Import what workers will need. As many as `park` are to stand ready from the beginning."""
         self._preloaded, self._import_problems, self._import_seconds = preload.load(modules, optional)
+        self._starter.parking.started(park)
 
     def serve(self) -> None:
         """Run until told to exit, orphaned or cut off. Raises `child.Forked` in every child."""
@@ -311,8 +312,7 @@ class Shim:
     def _wait_seconds(self) -> float | None:
         now = time.monotonic()
         waits = [self._alone_since + self._orphan_seconds - now] if self._alone_since is not None else []
-        if self._with_store and self._roster.spare is None and not self._starter.opening:
-            waits.append(self._spare_after - now)
+        waits += [self._spare_after - now] if self._with_store and self._roster.spare is None and not self._starter.opening else []
         waits += [_HELD_SECONDS] if self._roster.torn_down() else []
         waits += self._starter.parking.waits()
         return max(0.0, min(waits)) if waits else None
@@ -357,6 +357,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--preload", action="append", default=[], metavar="MODULE", help="import this too (repeatable)")
     parser.add_argument("--no-imports", action="store_true", help="import nothing before the forks")
     parser.add_argument("--no-store", action="store_true", help="keep no spare TCPStore")
+    parser.add_argument("--park", type=int, default=0, metavar="N", help="workers that stand ready before any was started")
     return parser.parse_args(argv)
 
 
@@ -382,7 +383,7 @@ def run(argv: list[str] | None = None) -> int:
         wake_at_lifeline_end()
         importing_is_over = _watch_lifeline_while_importing()
         wanted = () if options.no_imports else preload.DEFAULT_MODULES
-        shim.load(wanted, (*(() if options.no_imports else preload.OPTIONAL_MODULES), *options.preload))
+        shim.load(wanted, (*(() if options.no_imports else preload.OPTIONAL_MODULES), *options.preload), park=options.park)
         importing_is_over()
         shim.serve()
     except child.Forked as forked:

@@ -32,7 +32,7 @@ dist.destroy_process_group()
 
 
 async def test_warm_workers_train_over_the_spare_store(harness: Make) -> None:
-    h = harness(imports=True, spare_store=True)
+    h = harness(imports=True, spare_store=True, park=2)
     ready = await h.up()
     assert ready.safe, ready.problems
     assert {"torch", "torch._dynamo"} <= set(ready.preloaded)
@@ -48,8 +48,11 @@ async def test_warm_workers_train_over_the_spare_store(harness: Make) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     script = h.script(GLOO)
+    standing = await until(lambda: len(found := parked(h)) == 2 and found)
+    await until(lambda: all(process_state(pid) == "S" for pid in standing))
     state = await h.start([h.worker([script], rank=rank, env={**env, "RANK": str(rank)}) for rank in (0, 1)], store=spare.address)
     assert state.method == "warm"
+    assert {worker.pid for worker in state.workers} == standing
     ended = await h.next(protocol.WorkerEnded, 2)
     assert [item.worker.status for item in ended] == [0, 0], h.output(0) + h.output(1)
     assert h.output(0).split()[:6] == ["sum", "1", "warm", "True", "threads", "2"]
