@@ -47,6 +47,8 @@ async def test_standby_takes_over_without_touching_workers(cluster: Cluster) -> 
     assert [starts(agent) for agent in cluster.agents.values()] == [1, 1]
     assert second.term is not None
     assert second.term.view.epoch == 2
+    told = [(entry.epoch, entry.generation, entry.data["kind"]) for entry in second.journal.since(0) if entry.kind == "decided"]
+    assert told == [(1, 1, "record_generation")], "it has a disk of its own, and what the first one decided from the store"
     assert cluster.job().generation.number == 1
     assert not cluster.job().incidents
     cluster.agents["n0"].exit(0, signal=9)
