@@ -57,7 +57,16 @@ NODE_STATES = ("member", "spare", "suspect", "gone", "quarantined", "draining", 
 HEALTH_STATES = ("healthy", "degraded", "unhealthy", "unknown")
 QUARANTINE_STATES = ("suspect", "quarantined", "burn_in", "probation")
 CHECKPOINT_STATES = ("snapshot", "durable", "committed", "pending", "failed", "skipped")
-DIGEST_VERDICTS = ("agree", "diverged", "skipped", "at_rest_mismatch", "received_wrong", "replay_agree", "replay_diverged", "replay_skipped")
+DIGEST_VERDICTS = (
+    "agree",
+    "diverged",
+    "skipped",
+    "at_rest_mismatch",
+    "received_wrong",
+    "replay_agree",
+    "replay_diverged",
+    "replay_skipped",
+)
 ORDER_STATES = ("open", "failed", "done", "held")
 """Orders to actuators. failed: the last attempt failed, another follows; held: the rate limit is reached."""
 WALLS = ("memory", "compute", "communication")
