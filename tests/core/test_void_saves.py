@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from world import World, running
 
 from regrow.local.job import closing_line
-from regrow.local.launch import Follower
+from regrow.local.launch import Follower, lost_its_last_save, settled
 from regrow.supervisor.core import events as e
 from regrow.supervisor.documents import job_document
 
@@ -52,3 +53,41 @@ def test_the_user_is_told_once_for_each_power_of_ten_and_at_the_end() -> None:
         follower._tell_void_saves()
     assert [text.split(" saves")[0] for text in view.texts] == [f"no checkpoint: {count}" for count in (2, 20, 2)]
     assert closing_line(follower.document) == "job j: done at step 50; its last save, of step 12, is no checkpoint: disk full"
+
+
+def ended(saved: int | None, void_at: int | None = None) -> dict[str, Any]:
+    told = {"count": 1, "step": void_at, "reason": "disk full"} if void_at is not None else None
+    return {"job": "j", "state": "done", "step": 50, "checkpoint": {"step": saved, "void": told}}
+
+
+@pytest.mark.parametrize(
+    ("documents", "lost"),
+    [
+        ([ended(None)], False),  # it saves nothing
+        ([ended(50)], False),
+        ([ended(40), ended(40), ended(50)], False),  # durable, and committed a moment later
+        ([ended(40), ended(40, 50)], True),
+        ([ended(40, 45), ended(50)], False),
+        ([ended(None, 50)], True),
+        ([{"job": "j", "state": "done", "step": 50, "checkpoint": None}], False),
+    ],
+)
+async def test_a_job_whose_last_state_is_no_checkpoint_is_degraded(documents: list[dict[str, Any]], lost: bool) -> None:
+    class Api:
+        async def get(self, _path: str) -> dict[str, Any]:
+            return answers.pop(0)
+
+    answers = documents[1:]
+    api: Any = Api()
+    last = await settled(api, documents[0], 60.0)
+    assert lost_its_last_save(last) is lost
+    assert not answers, "it waited for the word"
+
+
+async def test_without_word_the_end_is_not_held_up_for_ever() -> None:
+    class Api:
+        async def get(self, _path: str) -> dict[str, Any]:
+            return ended(40)
+
+    api: Any = Api()
+    assert await settled(api, ended(40), 0.3) == ended(40)

@@ -17,9 +17,12 @@ from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape, check_name
 from regrow.local.api import SupervisorClient
 from regrow.local.cluster import ClusterPlan, LocalCluster
-from regrow.local.launch import INTERRUPTED, Follower, follow_with_signals, submit
+from regrow.local.launch import DEGRADED, INTERRUPTED, Follower, follow_with_signals, lost_its_last_save, settled, submit
 from regrow.local.live import LiveView
 from regrow.supervisor.core.hang_limits import PHASES
+
+SETTLE_SECONDS = 10.0
+"""How long `regrow run` waits at the end of a job for word of its last save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +297,8 @@ async def _run(api: SupervisorClient, spec: wire.JobSpec, view: LiveView) -> tup
     follower = Follower(api, spec.job, view)
     document, interrupted = await follow_with_signals(api, follower, spec.job, view)
     if document.get("state") == "done":
-        return 0, document
+        document = await settled(api, document, SETTLE_SECONDS)
+        return DEGRADED if lost_its_last_save(document) else 0, document
     if interrupted:
         return INTERRUPTED, document
     return 1, document

@@ -12,9 +12,12 @@ from regrow.errors import OperationalError
 from regrow.local.api import SupervisorClient
 from regrow.local.live import LiveView
 
+_SETTLE_SECONDS = 0.1
 ENDED = ("done", "failed", "stopped")
 FIRST_TOLD = 2
 """Void saves in a row: one by itself may have been overtaken by the next."""
+DEGRADED = 3
+"""Exit status of a job that is done, and whose last state is no checkpoint."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C: saved and stopped; the same command goes on from there."""
 
@@ -94,6 +97,31 @@ class Follower:
                     f"incident {name}: recovered by {incident.get('rung')} in {seconds:.2f} s, first new step {incident.get('frontier', 0) + 1}",
                     "green",
                 )
+
+
+async def settled(api: SupervisorClient, document: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
+    """The document of a job that is done, once the save of its last step is committed or void; as it is then, after the limit.
+
+    A job that saves nothing is not waited for.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_seconds):
+            while _is_open(document):
+                await asyncio.sleep(_SETTLE_SECONDS)
+                document = await api.get(f"/v1/jobs/{document['job']}")
+    return document
+
+
+def _is_open(document: dict[str, Any]) -> bool:
+    saved = document.get("checkpoint") or {}
+    known = [step for step in (saved.get("step"), (saved.get("void") or {}).get("step")) if step is not None]
+    return bool(known) and max(known) < int(document.get("step") or 0)
+
+
+def lost_its_last_save(document: dict[str, Any]) -> bool:
+    """Is the state of the last step no checkpoint?"""
+    void = (document.get("checkpoint") or {}).get("void")
+    return bool(void) and void["step"] >= int(document.get("step") or 0)
 
 
 async def submit(api: SupervisorClient, spec: wire.JobSpec) -> None:
