@@ -23,7 +23,7 @@ import traceback
 import types
 from pathlib import Path
 
-from regrow.agent import became, fuse
+from regrow.agent import became, fuse, preload
 from regrow.agent.protocol import WorkerStart
 
 _PR_SET_PDEATHSIG = 1
@@ -197,11 +197,13 @@ def _set_openblas_threads(number: int) -> None:
 
 
 def _reseed() -> None:
-    """Fresh processes do not share random numbers: only torch starts from a fixed seed, and that is kept."""
+    """Fresh processes do not share random numbers. Where torch starts from a fixed seed, or a module has set one, that is kept."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    if preload.draws_seeds():
+        sys.modules["torch"].default_generator.seed()
 
 
 # --- running the script ------------------------------------------------------------------------------------------

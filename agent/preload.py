@@ -55,6 +55,11 @@ RESTORABLE = (*THREAD_VARIABLES, "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTH
 """These begin like fixed ones, but a warm child can still take them over."""
 
 
+_FIXED_TORCH_SEED = 67280421310721
+"""Where older versions of torch start in every process. Newer ones draw a seed when they are imported."""
+_drawn_seed: int | None = None
+
+
 class Check(msgspec.Struct, frozen=True):
     """Whether forking is safe now."""
 
@@ -87,9 +92,22 @@ def load(modules: Iterable[str], optional: Iterable[str] = ()) -> tuple[tuple[st
             problems.append(f"{name}: {type(error).__name__}: {error}")
         else:
             done.append(name)
+            _note_seed()
     gc.collect()
     gc.freeze()
     return tuple(done), tuple(problems), time.monotonic() - started
+
+
+def _note_seed() -> None:
+    global _drawn_seed  # noqa: PLW0603
+    torch = sys.modules.get("torch")
+    if torch is not None and _drawn_seed is None:
+        _drawn_seed = torch.initial_seed()
+
+
+def draws_seeds() -> bool:
+    """Would torch have another seed in another process: it draws one, and no module that was imported here has set one."""
+    return _drawn_seed not in (None, _FIXED_TORCH_SEED) and sys.modules["torch"].initial_seed() == _drawn_seed
 
 
 def check() -> Check:

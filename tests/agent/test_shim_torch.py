@@ -71,8 +71,8 @@ async def test_warm_workers_train_over_the_spare_store(harness: Make) -> None:
 FRESH = """
 import os, random, sys, threading
 import torch
-print(os.getpid(), os.getpgid(0), random.random(), flush=True)
-print(sys.argv, os.getcwd(), sorted(os.environ), sorted(os.listdir("/proc/self/fd")), torch.initial_seed(), torch.rand(2).tolist())
+print(os.getpid(), os.getpgid(0), random.random(), torch.initial_seed(), float(torch.rand(())), flush=True)
+print(sys.argv, os.getcwd(), sorted(os.environ), sorted(os.listdir("/proc/self/fd")))
 print(threading.active_count(), torch.is_grad_enabled(), __name__, open("/proc/self/comm").read().strip(), flush=True)
 model = torch.nn.Linear(2, 2)
 if os.fork() == 0:  # before the first backward pass here: the child may have its own
@@ -111,9 +111,10 @@ async def test_workers_that_stood_ready_are_like_new_ones(harness: Make) -> None
     assert set(again) == ready
     assert not ready & set(pids)
     for rank in (0, 1):
-        pid, group, random = second[rank][0].split()
+        pid, group, *streams = second[rank][0].split()
         assert (pid, group) == (str(again[rank]), str(again[0]))
-        assert random not in (first[rank][0].split()[2], second[1 - rank][0].split()[2]), "a random stream of its own"
+        others = {word for line in (first[rank][0], first[1 - rank][0], second[1 - rank][0]) for word in line.split()[2:]}
+        assert others.isdisjoint(streams), "random streams of its own, torch's too"
         assert second[rank][1:] == first[rank][1:]
     fresh = await until(lambda: len(found := parked(h)) == 2 and found)
     for pid in fresh:
