@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/overhead.py --json            # forty turns each, about four minutes on two idle cores
     .venv/bin/python benchmarks/overhead.py --quick --json    # sixteen turns each, two minutes
 
-Plain data parallelism on two ranks, one on each of two agents, so that each rank has a core; steps of about 50 ms of compute. Both
+Plain data parallelism on two ranks, one on each of two agents, so that each rank has a core; steps of 16 ms here, of 0.23 s with --batch 8192. Both
 systems stand all the time; a file says whose turn it is (a few seconds), and only steps that lie within a turn count. Under Regrow
 `run.complete` publishes, agrees, reports and saves when its interval says so; torchrun's ranks only step.
 
