@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 import msgspec
 
@@ -171,6 +171,29 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float | None = None
     tokens: int = 0
     compute_seconds: float | None = None
+
+    @classmethod
+    def told(
+        cls,
+        loss: SupportsFloat | None,
+        learning_rate: SupportsFloat | None,
+        grad_norm: SupportsFloat | None,
+        *,
+        tokens: int,
+        compute_seconds: float | None,
+    ) -> Measures:
+        """Of numbers that may be tensors."""
+
+        def plain(number: SupportsFloat | None) -> float | None:
+            return None if number is None else float(number)
+
+        return cls(
+            loss=plain(loss),
+            learning_rate=plain(learning_rate),
+            grad_norm=plain(grad_norm),
+            tokens=tokens,
+            compute_seconds=compute_seconds,
+        )
 
     @property
     def nonfinite(self) -> str:

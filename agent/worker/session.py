@@ -264,9 +264,8 @@ class Run:
             ConfigurationError: not the step that `steps` gave out.
             OperationalError: the last checkpoint of the job could not be made durable.
         """
-        told = (None if number is None else float(number) for number in (loss, learning_rate, grad_norm))
-        known = dict(zip(("loss", "learning_rate", "grad_norm"), told, strict=True))
-        self._loop.complete(step, Measures(tokens=tokens, compute_seconds=compute_seconds, **known))
+        numbers = Measures.told(loss, learning_rate, grad_norm, tokens=tokens, compute_seconds=compute_seconds)
+        self._loop.complete(step, numbers)
 
     def metric(self, name: str, value: SupportsFloat) -> None:
         """How good the state is, like a held-out loss: for `--keep-best` and `ckpt ls`. Between the update and `complete`, on a rank
