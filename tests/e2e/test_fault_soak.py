@@ -50,9 +50,9 @@ KINDS = {
     "etcd": 1,
 }
 """{kind: share}."""
-MOST_MORE_DESCRIPTORS = 100
+MOST_MORE_DESCRIPTORS = 64
 """A process that lived through many generations has at most so many open descriptors more than the youngest: those of two
-generations before, which are let go late (46 each where they had eight ranks, 21 with four; six changes over in a row stay at that)."""
+generations before, which are let go late (21 each; six changes over in a row stay at that)."""
 MOST_ARENAS = 16
 """Of a node's writer: two workers, two arenas each, and those of a mesh before that were not given up yet."""
 MOST_STORES = 3
