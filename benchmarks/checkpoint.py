@@ -192,19 +192,24 @@ class Rank:
         holder = self.holder("same")
         locals_ = [value.to_local() for value in holder.parameters()]
         total = sum(value.numel() * 4 for value in locals_)
+        savers = self.options.savers.split(",")
         memory = mmap.mmap(-1, -(-total // 4096) * 4096)
-        memory.write(b"\1" * len(memory))
+        if "limits" in savers:
+            memory.write(b"\1" * len(memory))
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         state = self.state(holder, self.ranks)
         stager, planner = CachedStager(), DefaultSavePlanner(enable_plan_caching=True)
         for repeat in range(self.options.repeats + 1):
             keep = repeat > 0
-            self.timed("memcpy", lambda: self._memcpy(base, locals_), keep=keep)
-            self.timed("disk", lambda: write_file(self.folder / f"raw-{self.rank}", memoryview(memory)), keep=keep)
-            (self.folder / f"raw-{self.rank}").unlink()
-            self._save_dcp(holder, stager, planner, repeat, keep=keep)
-            self._save_ours(state, repeat + 1, keep=keep)
-            if importlib.util.find_spec("torchsnapshot") is not None:
+            if "limits" in savers:
+                self.timed("memcpy", lambda: self._memcpy(base, locals_), keep=keep)
+                self.timed("disk", lambda: write_file(self.folder / f"raw-{self.rank}", memoryview(memory)), keep=keep)
+                (self.folder / f"raw-{self.rank}").unlink()
+            if "dcp" in savers:
+                self._save_dcp(holder, stager, planner, repeat, keep=keep)
+            if "ours" in savers:
+                self._save_ours(state, repeat + 1, keep=keep)
+            if "torchsnapshot" in savers and importlib.util.find_spec("torchsnapshot") is not None:
                 self._save_torchsnapshot(locals_, repeat, keep=keep)
         if "window" in self.options.parts:
             self._measure_late(holder, state, stager, planner)
@@ -530,15 +535,14 @@ def ratio(samples: dict[str, list[float]], above: str, below: str) -> dict[str, 
 
 def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The named figures (medians) and their spread."""
-    spread: dict[str, dict[str, float]] = {}
-    if "memcpy" in samples:
-        spread |= {
-            "stall_over_memcpy": ratio(samples, "ours_stall", "memcpy"),
-            "stall_over_best_dcp": ratio(samples, "ours_stall", "dcp_stall"),
-            "dcp_stall_over_memcpy": ratio(samples, "dcp_stall", "memcpy"),
-            "durable_over_disk": ratio(samples, "ours_durable", "disk"),
-            "save_speedup_over_dcp": ratio(samples, "dcp_durable", "ours_durable"),
-        }
+    pairs = {
+        "stall_over_memcpy": ("ours_stall", "memcpy"),
+        "stall_over_best_dcp": ("ours_stall", "dcp_stall"),
+        "dcp_stall_over_memcpy": ("dcp_stall", "memcpy"),
+        "durable_over_disk": ("ours_durable", "disk"),
+        "save_speedup_over_dcp": ("dcp_durable", "ours_durable"),
+    }
+    spread = {name: ratio(samples, *pair) for name, pair in pairs.items() if pair[0] in samples and pair[1] in samples}
     if "lost_late" in samples:
         spread |= {
             "lost_time_over_best_dcp": ratio(samples, "lost_ours", "lost_dcp"),
@@ -546,7 +550,7 @@ def figures(samples: dict[str, list[float]]) -> tuple[dict[str, float], dict[str
             "late_stall_over_best_dcp": ratio(samples, "late_stall", "window_dcp_stall"),
             "late_lost_time_over_best_dcp": ratio(samples, "lost_late", "lost_dcp"),
         }
-    if "torchsnapshot_stall" in samples:
+    if "torchsnapshot_stall" in samples and "ours_stall" in samples:
         spread["stall_over_torchsnapshot"] = ratio(samples, "ours_stall", "torchsnapshot_stall")
         spread["save_speedup_over_torchsnapshot"] = ratio(samples, "torchsnapshot_durable", "ours_durable")
     for who in ("rank", "writer"):
@@ -579,6 +583,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.25, help="forward and backward of a step in the window")
     parser.add_argument("--windows", type=int, default=0, help="so many windows; default two less than repeats, two at least")
     parser.add_argument("--parts", default="saves,window,loads", help="what to measure")
+    parser.add_argument("--savers", default="limits,dcp,ours,torchsnapshot", help="of saves; fewer of them need less memory at once")
     parser.add_argument("--samples", default="", help="a file for the seconds as they come: what there is when the run is cut off")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
     options = parser.parse_args()
