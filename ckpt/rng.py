@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
 import sys
 from collections.abc import Mapping
@@ -11,15 +13,19 @@ import msgspec
 import torch
 import xxhash
 
-from regrow.ckpt import plain
+from regrow.ckpt import peek, plain
+
+_log = logging.getLogger("regrow.ckpt")
 
 _Numpy = tuple[str, bytes, int, int, float]
+
+_python = peek.PythonStream()
 
 
 class Streams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """States of the global generators of a process at one moment. None: there was none, or it is left alone."""
 
-    python: tuple[int, tuple[int, ...], float | None] | None = None
+    python: peek.PythonState | None = None
     torch: bytes
     numpy: _Numpy | None = None
     cuda: bytes | None = None
@@ -37,16 +43,29 @@ class Streams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 def now(device: torch.device | None = None) -> Streams:
     """As they are; `device`: whose generator is meant, None: the current one's, where there is one."""
-    numpy: _Numpy | None = None
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
-        numpy = (name, keys.tobytes(), *rest)
     return Streams(
-        python=random.getstate(),  # pyright: ignore[reportArgumentType] - a tuple of any in typeshed
+        python=_python.state(),
         torch=torch.get_rng_state().numpy().tobytes(),
-        numpy=numpy,
+        numpy=_numpy_now(),
         cuda=torch.cuda.get_rng_state(device or "cuda").numpy().tobytes() if torch.cuda.is_initialized() else None,
     )
+
+
+def _numpy_now() -> _Numpy | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    found = numpy.random.get_state(legacy=False)  # half of the time that the older form takes
+    if found["bit_generator"] != "MT19937":
+        _warn_of_generator(found["bit_generator"])
+        return None
+    words = found["state"]
+    return found["bit_generator"], words["key"].tobytes(), int(words["pos"]), int(found["has_gauss"]), float(found["gauss"])
+
+
+@functools.cache
+def _warn_of_generator(name: str) -> None:
+    _log.warning("numpy.random draws from %s, which is not kept: pass a generator of your own in extra= where its place matters", name)
 
 
 def put_back(streams: Streams, device: torch.device | None = None) -> None:

@@ -27,7 +27,8 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     step: int
     rank: int
     mesh: str
-    streams: Streams
+    streams: msgspec.Raw
+    """Encoded by itself: streams mostly rest from one step to the next."""
 
 
 class StreamFile:
@@ -37,6 +38,7 @@ class StreamFile:
         """`mesh`: on another one no rank goes on with a stream, for a rank is another part of the work there."""
         self._rank = rank
         self._mesh = mesh
+        self._last: tuple[Streams | None, msgspec.Raw] = (None, msgspec.Raw())
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, 2 * HALF_BYTES)
@@ -46,7 +48,9 @@ class StreamFile:
 
     def write(self, step: int, streams: Streams) -> None:
         """Over the older half. Streams that are longer than a half (no generator of today has such) are not kept."""
-        data = msgspec.msgpack.encode(_Entry(step, self._rank, self._mesh, streams))
+        if streams != self._last[0]:
+            self._last = (streams, msgspec.Raw(msgspec.msgpack.encode(streams)))
+        data = msgspec.msgpack.encode(_Entry(step, self._rank, self._mesh, self._last[1]))
         if len(data) > HALF_BYTES - _HEAD.size:
             return
         at = step % 2 * HALF_BYTES
@@ -63,4 +67,6 @@ class StreamFile:
         if xxhash.xxh3_64_digest(data) != digest:
             return None
         found = msgspec.msgpack.decode(data, type=_Entry)
-        return found.streams if (found.step, found.rank, found.mesh) == (step, self._rank, self._mesh) else None
+        if (found.step, found.rank, found.mesh) != (step, self._rank, self._mesh):
+            return None
+        return msgspec.msgpack.decode(found.streams, type=Streams)
