@@ -45,7 +45,7 @@ class Buddies:
     def begin(self, spec: wire.GenerationSpec, policy: wire.CheckpointPolicy) -> None:
         """A generation starts here: with peer memory, its arenas get a buddy. So they do with snapshots that stay in memory: replicas
         share the writing, so that a rank finds a part of its state with the other nodes' writers only."""
-        if (policy.peer_memory or policy.memory_interval_seconds > 0.0) and len(spec.nodes) > 1:
+        if (policy.peer_memory or policy.memory_tier) and len(spec.nodes) > 1:
             self._start(self._choose(spec))
             return
         if policy.peer_memory:

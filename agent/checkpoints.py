@@ -14,9 +14,11 @@ from regrow.agent.cleaning import Cleaner
 from regrow.agent.commits import Committer
 from regrow.agent.config import AgentSettings
 from regrow.agent.layout import NodePaths
+from regrow.agent.mirror import Mirror
 from regrow.agent.peer import PairHandler, PeerClient, PeerServer, Report, Settled
 from regrow.agent.registry import Keys
 from regrow.agent.writerlink import WriterLink
+from regrow.ckpt.manifest import Record
 from regrow.errors import OperationalError
 from regrow.store.base import Store
 
@@ -55,6 +57,7 @@ class Checkpoints:
             on_connected=self.buddies.connected,
             on_other=self.buddies.heard,
         )
+        self.mirror = Mirror()
         self._spec: wire.GenerationSpec | None = None
         self._client: PeerClient | None = None
         self._committer: Committer | None = None
@@ -96,6 +99,7 @@ class Checkpoints:
             self._link.stop()
             await self._link.reap(6.0)
         await self.buddies.close()
+        await self.mirror.close()
         await self._end_generation(self._client, self._work)
         await self._server.close()
 
@@ -114,7 +118,13 @@ class Checkpoints:
         self.buddies.begin(spec, policy)
         if spec.committing_node == self._node:
             cleaner = Cleaner(spec, policy, self._store, self._keys)
-            self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle, after_commit=cleaner.clean)
+            self.mirror.begin(policy)
+
+            async def after_commit(record: Record, directory: str) -> None:
+                self.mirror.committed()
+                await cleaner.clean(record, directory)
+
+            self._committer = Committer(spec, self._store, self._keys, report=self._report, settle=self._settle, after_commit=after_commit)
             self._work = asyncio.create_task(self._commit(self._committer), name="regrow-committer")
         elif spec.commit_address:
             self._client = PeerClient(spec.commit_address, self._settled, find=lambda: self._find(spec.committing_node), tls=self._tls)

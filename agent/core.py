@@ -76,7 +76,8 @@ def _ordered(state: m.NodeState, message: wire.Action | wire.CollectStacks | wir
             return _tell(state, message.job, message.generation, control, save=True)
         case wire.SetInterval():
             seconds = message.save_interval_seconds or None
-            control = wire.Control(save_interval_seconds=seconds, failures_per_second=message.failures_per_second)
+            rates = message.tier_rates
+            control = wire.Control(save_interval_seconds=seconds, failures_per_second=message.failures_per_second, tier_rates=rates)
             return _tell(state, message.job, message.generation, control, save=False)
         case wire.CollectStacks():
             local = _running(state, message.job, message.generation)

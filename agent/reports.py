@@ -122,6 +122,7 @@ def _save(local: m.Local, message: wire.SaveReport) -> tuple[m.Local, tuple[m.Ef
         state=worst.outcome,
         stall_seconds=max(report.stall_seconds for report in reports.values()),
         reason=worst.reason,
+        tiers=next((report.tiers for report in reports.values() if report.tiers), ()),
     )
     open_saves = {step: found for step, found in local.saves.items() if step > message.step}
     return _change(local, saves=open_saves), (m.Send(changed),)

@@ -130,6 +130,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     max_seconds: float = 3600.0
     write_bytes_per_second: float = 0.0
     """Share of the storage bandwidth that checkpoints may use on average."""
+    max_stall_ratio: float = 0.0
+    """Share of the time that the stalls of saves may take."""
     max_lost_gpu_hours: float = 0.0
     """What one failure may cost at most; needs `gpus`."""
     gpus: int = 0
@@ -232,7 +234,8 @@ class Controller:
     def _floor(self, measured: Measured) -> tuple[float, str]:
         bounds = self._bounds
         budget = measured.checkpoint_bytes / bounds.write_bytes_per_second if bounds.write_bytes_per_second else 0.0
-        return max((bounds.min_seconds, "min"), (measured.write_seconds, "write"), (budget, "bandwidth"))
+        stalls = (measured.stall_seconds or 0.0) / bounds.max_stall_ratio if bounds.max_stall_ratio else 0.0
+        return max((bounds.min_seconds, "min"), (measured.write_seconds, "write"), (budget, "bandwidth"), (stalls, "stall"))
 
     def _ceiling(self) -> tuple[float, str]:
         bounds = self._bounds
@@ -259,6 +262,7 @@ _RULES = {
     "max": "the upper bound",
     "write": "the time to make a save durable",
     "bandwidth": "the storage bandwidth budget",
+    "stall": "the share of the time that stalls may take",
     "lost_gpu_hours": "the cap on lost GPU hours",
     "step": "one training step",
 }
@@ -348,6 +352,7 @@ def _check_bounds(bounds: Bounds, rate: float, weight: float) -> None:
         "min_interval_seconds": bounds.min_seconds,
         "max_interval_seconds": bounds.max_seconds,
         "write_bytes_per_second": bounds.write_bytes_per_second,
+        "max_stall_ratio": bounds.max_stall_ratio,
         "max_lost_gpu_hours": bounds.max_lost_gpu_hours,
         "prior failure rate": rate,
         "prior weight": weight,

@@ -63,6 +63,8 @@ class SaveCounts(msgspec.Struct):
     join_seconds: float = 0.0
     """How long the optimizer had to wait for the copy of the newest late snapshot."""
     write_seconds: float = 0.0
+    memory_seconds: float = 0.0
+    """From a snapshot that is not written until it was safe in memory: digests taken, and copied to the buddy where there is one."""
     last_reason: str = ""
     in_flight: int = 0
     """Handed over, and not heard of since."""
@@ -89,6 +91,7 @@ class SaveCounts(msgspec.Struct):
                 self.write_seconds = one.write_seconds
             elif one.outcome == "remembered":
                 self.remembered += 1
+                self.memory_seconds = one.write_seconds
             else:
                 self.not_durable += 1
                 self.last_reason = one.reason

@@ -284,6 +284,7 @@ class Writer:
             self._contents.put(Path(found.directory) / found.manifest.file, lease.arena, plan.file_bytes, found)
             if self._peers.buddy(hello.job):
                 await self._peers.copy(hello, message, lease.arena, found.manifest, write_seconds=seconds, note=found.note)
+                seconds = time.monotonic() - started
                 self._tell_status()
         outcome: Literal["failed", "remembered"] = "failed" if reason else "remembered"
         self._release(

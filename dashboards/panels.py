@@ -126,6 +126,10 @@ JOB = Board(
             (f"max(regrow_checkpoint_age_seconds{{{_J}}})", "age"),
             (f"max(regrow_checkpoint_interval_seconds{{{_J}}})", "interval"), unit="s",
         ),
+        _panel(
+            "Saves by tier: interval, stall, until safe",
+            (f"max by (tier, value) (regrow_checkpoint_tier_seconds{{{_J}}})", "{{tier}} {{value}}"), unit="s",
+        ),
         _panel("Checkpoints by state", (f"sum by (state) (regrow_checkpoints_total{{{_J}}})", "{{state}}")),
         _panel("Own compute over the ranks", (f"max by (stat) (regrow_rank_compute_seconds{{{_J}}})", "{{stat}}"), unit="s"),
         _panel("Straggler: by how much it became slower", (f"max(regrow_straggler_excess_ratio{{{_J}}})", "excess"), unit="percentunit"),

@@ -134,8 +134,9 @@ def _reason(job: JobView) -> str:
 
 def _checkpoint(job: JobView, now: float) -> dict[str, Any]:
     usable = [item for item in job.checkpoints.values() if not item.damaged]
+    tiers = [msgspec.to_builtins(one) for one in job.tiers]
     if not usable:
-        return {"step": None, "age_seconds": None, "verified_step": None, "void": msgspec.to_builtins(job.void_saves)}
+        return {"step": None, "age_seconds": None, "verified_step": None, "void": msgspec.to_builtins(job.void_saves), "tiers": tiers}
     newest = max(usable, key=lambda item: item.step)
     verified = [item.step for item in usable if item.evidence]
     return {
@@ -144,6 +145,7 @@ def _checkpoint(job: JobView, now: float) -> dict[str, Any]:
         "directory": newest.directory,
         "verified_step": max(verified) if verified else None,
         "void": msgspec.to_builtins(job.void_saves),
+        "tiers": tiers,
     }
 
 

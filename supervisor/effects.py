@@ -185,10 +185,11 @@ class Effects:
                 )
                 self._send_all(action.nodes, save)
             case a.TellRate():
-                rate = wire.SetInterval(
-                    epoch=epoch, seq=seq, job=action.job, generation=action.generation, failures_per_second=action.failures_per_second
+                rate, tiers = action.failures_per_second, action.tier_rates
+                told = wire.SetInterval(
+                    epoch=epoch, seq=seq, job=action.job, generation=action.generation, failures_per_second=rate, tier_rates=tiers
                 )
-                self._send_all(action.nodes, rate)
+                self._send_all(action.nodes, told)
             case a.AskStacks():
                 self._send_all(action.nodes, wire.CollectStacks(job=action.job, generation=action.generation))
             case a.ReleaseNode():

@@ -222,6 +222,10 @@ def _put_checkpoints(page: Page, name: str, job: JobView, generation: Generation
     if generation is not None:
         policy = job.spec.checkpoint
         page.put("regrow_checkpoint_interval_seconds", generation.spec.save_interval_seconds or policy.max_interval_seconds, name)
+    for tier in job.tiers:
+        page.put("regrow_checkpoint_tier_seconds", tier.interval_seconds, name, tier.tier, "interval")
+        page.put("regrow_checkpoint_tier_seconds", tier.stall_seconds, name, tier.tier, "stall")
+        page.put("regrow_checkpoint_tier_seconds", tier.safe_seconds, name, tier.tier, "safe")
     damaged = sum(1 for item in job.checkpoints.values() if item.damaged)
     page.put("regrow_checkpoints_damaged", damaged + job.num_damaged, name)
     for verdict in telemetry.DIGEST_VERDICTS:

@@ -83,6 +83,10 @@ class StateKeeper:
         """Why the newest snapshot that did not become durable did not."""
         return self._state.counts.last_reason
 
+    def memory_seconds(self) -> float:
+        """Of the newest snapshot that stays in memory, until it was safe there; 0 while there is none."""
+        return self._state.counts.memory_seconds
+
     def write_seconds(self) -> float:
         """Of the newest durable snapshot; 0 while there is none."""
         return self._state.counts.write_seconds

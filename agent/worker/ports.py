@@ -37,6 +37,10 @@ class Keeper(Protocol):
         """Why the newest snapshot that did not become durable did not; empty when none failed."""
         ...
 
+    def memory_seconds(self) -> float:
+        """Of the newest snapshot that stays in memory, until it was safe there; 0 while there is none."""
+        ...
+
     def write_seconds(self) -> float:
         """How long the newest durable snapshot took to become durable; 0 while there is none."""
         ...

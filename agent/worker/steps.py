@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from regrow import wire
 from regrow.agent.progress import ProgressWriter
 from regrow.agent.worker.cadence import Cadence
@@ -282,6 +284,10 @@ class StepLoop:
             self._want_save = False
             return
         report = self._attempt(step, agreed, wait=wait)
+        if report.outcome == "snapshot":
+            self._cadence.saved(step, report.stall_seconds)
+        if self._environment.rank == 0:
+            report = msgspec.structs.replace(report, tiers=self._cadence.tiers())
         self._link.send(report)
         if report.outcome != "snapshot":
             self.num_skipped_saves += 1
@@ -289,7 +295,6 @@ class StepLoop:
         else:
             self._want_save = False
             self._last_saved = step
-            self._cadence.saved(step, report.stall_seconds)
         if wait:
             self._await_durable(step, report)
 
@@ -305,6 +310,8 @@ class StepLoop:
         self.phase(before)
         if report.outcome == "snapshot":
             self._cadence.saved(step, report.stall_seconds, memory=True)
+        if (safe_seconds := self.keeper.memory_seconds()) > 0.0:
+            self._cadence.remembered(safe_seconds)
 
     def _attempt(self, step: int, agreed: Words, *, wait: bool) -> wire.SaveReport:
         """All ranks come to the same answer, except for what is known on one rank only: then its shard stays missing and

@@ -184,6 +184,13 @@ _OF_STATE = (
     _gauge("regrow_checkpoint_age_seconds", "Age of the newest committed checkpoint", *_JOB),
     _gauge("regrow_checkpoint_step", "Step of the newest checkpoint: committed, verified", "job_name", "state"),
     _gauge("regrow_checkpoint_interval_seconds", "Longest time between saves that the controller allows", *_JOB),
+    _gauge(
+        "regrow_checkpoint_tier_seconds",
+        "By tier (storage, memory): the interval in force (0: not saved to), its stall, and until it is safe",
+        "job_name",
+        "tier",
+        "value",
+    ),
     _gauge("regrow_checkpoints_damaged", "Checkpoints that exist and cannot be used", *_JOB),
     _counter(
         "regrow_digest_checks",
@@ -205,6 +212,7 @@ _OF_AN_AGENT = (
     _gauge("regrow_agent_shim_up", "1 while the process that forks workers is there", *_NODE),
     _gauge("regrow_agent_writer_up", "1 while the checkpoint writer is there", *_NODE),
     _gauge("regrow_agent_copies_held_bytes", "Memory that copies of other nodes' checkpoints take here", *_NODE),
+    _counter("regrow_agent_mirrors", "Passes that copied checkpoints to a job's second storage, by outcome", "node", "outcome"),
     _counter("regrow_agent_copies", "Copies of own checkpoint files by outcome at the buddy, and those refused here", "node", "outcome"),
     _gauge("regrow_agent_copy_seconds", "Duration of the last copy to the buddy", *_NODE),
     _gauge("regrow_agent_workers", "Running workers", *_NODE),

@@ -81,6 +81,17 @@ class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Each node's snapshots are copied into the memory of another node as well."""
     memory_interval_seconds: float = 0.0
     """Between checkpoints on storage the state is saved into memory alone, so often; with several nodes as with `peer_memory`. 0: never."""
+    mirror_url: str = ""
+    """After each commit the newest checkpoints are copied there (fsspec: s3://, gs://, file://). Empty: nowhere."""
+    mirror_keep: int = 3
+    """Checkpoints to have there."""
+    memory_auto: bool = False
+    """The same as often as the interval controller says."""
+
+    @property
+    def memory_tier(self) -> bool:
+        """Are there snapshots that stay in memory?"""
+        return self.memory_auto or self.memory_interval_seconds > 0.0
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +134,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Surviving workers keep their processes over a change of generation, where the script runs under `regrow.in_place`."""
     in_place_gpus: bool = False
     """They do with GPUs too, where it was never run."""
+    gasp: bool = True
+    """Workers that are killed in a warm restart leave their newest state in memory before (on CPUs)."""
     priority: int = 0
 
 
@@ -155,6 +168,29 @@ class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
 
 
+class TierRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Failures a second of a job by the tier that they need, for the interval of each tier."""
+
+    memory: float
+    """Of which the nodes' memory is enough."""
+    storage: float
+
+
+class TierInterval(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a tier is saved to, and why."""
+
+    tier: Literal["memory", "storage"]
+    interval_seconds: float
+    """0: never, now."""
+    rule: str
+    """What set it (docs/checkpoint-format.md, intervals)."""
+    reason: str
+    stall_seconds: float = 0.0
+    safe_seconds: float = 0.0
+    """From the snapshot until the tier has it."""
+    failures_per_second: float = 0.0
+
+
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One agreed set of members and mesh."""
 
@@ -178,10 +214,14 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     save_interval_seconds: float = 0.0
     failures_per_second: float = 0.0
+    tier_rates: TierRates | None = None
+    """Failures by what they need; None: all of them need storage."""
     in_place: bool = False
     """Members keep workers that can change their generation; others are killed and forked anew."""
     memory: bool = False
     """What nodes have in memory may be restored where it continues `restore`: the leader does not want an older state."""
+    gasp: bool = False
+    """Workers of the generation before leave their newest state behind, and it may be taken up."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +311,8 @@ class DigestEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     their blocks; these weighted with the blocks' numbers. Where one tensor differs, those of two ranks tell which and where."""
     names: tuple[str, ...] = ()
     """The numbers' names, from 1, when they are new, of the first replica's ranks."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of this rank's part of each of them."""
     received: dict[int, str] = {}
     """{owner's rank: first of its parameters that arrived otherwise in an all-gather than the owner had it at rest}."""
     receivers: int = 0
@@ -322,6 +364,8 @@ class SaveReport(_Message, frozen=True, kw_only=True, tag="save"):
     outcome: Literal["snapshot", "skipped", "failed"]
     stall_seconds: float = 0.0
     reason: str = ""
+    tiers: tuple[TierInterval, ...] = ()
+    """Of rank 0, after the save: how often each tier is saved to."""
 
 
 class RestoreFailed(_Message, frozen=True, kw_only=True, tag="restore_failed"):
@@ -334,7 +378,8 @@ class RestoreFailed(_Message, frozen=True, kw_only=True, tag="restore_failed"):
 
 
 class WorkerWatch(_Message, frozen=True, kw_only=True, tag="worker_watch"):
-    """First line of a second connection: this worker can change its generation in place, and waits here for the order to."""
+    """First line of a second connection: this worker can change its generation in place, and waits here for the order to. Or it can
+    leave its state behind (`gasps`)."""
 
     job: str
     generation: int
@@ -342,6 +387,9 @@ class WorkerWatch(_Message, frozen=True, kw_only=True, tag="worker_watch"):
     pid: int
     changing: bool = False
     """It has come out of its last step and is on its way into this generation; not there yet."""
+    in_place: bool = True
+    gasps: bool = False
+    """It answers a `Gasp`."""
 
 
 FromWorker = WorkerHello | WorkerPhase | StepReport | SaveReport | RestoreFailed | WorkerWatch
@@ -356,6 +404,7 @@ class Control(_Message, frozen=True, kw_only=True, tag="control"):
     stop_after_save: bool = False
     save_interval_seconds: float | None = None
     failures_per_second: float | None = None
+    tier_rates: TierRates | None = None
     inject: dict[str, Any] = {}
     """Chaos only: {"kind": "flip_bit"|"nan"|"hang"|"slow", ...}; honoured when the job runs with chaos enabled."""
 
@@ -371,7 +420,14 @@ class Regroup(_Message, frozen=True, kw_only=True, tag="regroup"):
     """File that gets its stdout and stderr from now on."""
 
 
-ToWorker = Control | Regroup
+class Gasp(_Message, frozen=True, kw_only=True, tag="gasp"):
+    """This process is about to be killed: leave the state behind. Sent on the connection of `WorkerWatch`."""
+
+    generation: int
+    """That is over."""
+
+
+ToWorker = Control | Regroup | Gasp
 
 # --- writer -> agent -> committing agent -----------------------------------------------------------------------
 
@@ -483,6 +539,10 @@ IN_PLACE_PHASE = "in_place"
 """The phase that says that all workers of a node can change their generation in place."""
 
 
+GASPING_PHASE = "gasping"
+"""The phase that says that a worker has begun to leave its state behind; its seconds are what that is expected to take."""
+GASPED_PHASE = "gasped"
+"""The phase that says that it has done so (its step), or has nothing to leave (-1)."""
 LOST_PEER_PHASE = "lost_peer"
 """The phase that says that a worker which goes on in place has lost a peer and waits for the order: nobody's end tells of it."""
 
@@ -535,6 +595,7 @@ class CheckpointChanged(_Message, frozen=True, kw_only=True, tag="checkpoint_cha
     write_seconds: float = 0.0
     num_bytes: int = 0
     reason: str = ""
+    tiers: tuple[TierInterval, ...] = ()
 
 
 class RestoreRefused(_Message, frozen=True, kw_only=True, tag="restore_refused"):
@@ -661,6 +722,7 @@ class SetInterval(Action, frozen=True, kw_only=True, tag="set_interval"):
     job: str
     generation: int
     failures_per_second: float
+    tier_rates: TierRates | None = None
     save_interval_seconds: float = 0.0
     """0: the worker library computes it from its own measurements and the failure rate."""
 

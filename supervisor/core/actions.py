@@ -75,6 +75,7 @@ class TellRate(_Action, frozen=True, kw_only=True, tag="tell_rate"):
     generation: int
     nodes: tuple[str, ...]
     failures_per_second: float
+    tier_rates: wire.TierRates | None = None
 
 
 class AskStacks(_Action, frozen=True, kw_only=True, tag="ask_stacks"):

@@ -343,6 +343,7 @@ class CheckpointMoved(_OfGeneration, frozen=True, kw_only=True, tag="checkpoint_
     write_seconds: float = 0.0
     num_bytes: int = 0
     reason: str = ""
+    tiers: tuple[wire.TierInterval, ...] = ()
     evidence: tuple[str, ...] = ()
     damaged: str = ""
 

@@ -147,11 +147,13 @@ def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -
         return with_incident(job, _change(incident, restored_step=min(began_after, incident.frontier)))
     kept = goodput.rolled_back(job.effort, num_steps=-num_kept, step_seconds=rates.median_step(job) or 0.0)
     job = _change(job, effort=kept, frontier=max(job.frontier, began_after))
+    if current.spec.memory and any(charge.incident == incident.id for charge in job.ledger.charges):
+        job = _change(job, ledger=_change(job.ledger, num_from_memory=job.ledger.num_from_memory + 1))
     return with_incident(job, _change(incident, restored_step=min(began_after, incident.frontier)))
 
 
 def _takes_up_memory(current: GenerationView) -> bool:
-    return current.spec.in_place or current.spec.memory
+    return current.spec.in_place or current.spec.memory or current.spec.gasp
 
 
 def _wrong_step(current: GenerationView, event: e.StepsCompleted) -> str:
@@ -228,6 +230,8 @@ def start_refused(job: JobView, current: GenerationView, event: e.StartWasRefuse
 def checkpoint_moved(job: JobView, event: e.CheckpointMoved) -> JobView:
     """A checkpoint reached another state."""
     boundary = job.boundary
+    if event.tiers:
+        job = _change(job, tiers=event.tiers)
     waited_for = boundary is not None and event.generation == boundary.generation and event.step >= boundary.asked_step
     if event.state in ("failed", "skipped"):
         before = job.void_saves.count if job.void_saves is not None else 0

@@ -107,7 +107,8 @@ def _of_job(job: JobView, action: _OfJob, at: float) -> JobView:
         case a.EndBoundary():
             return _change(job, boundary=None, boundary_failed_at=at)
         case a.TellRate():
-            return _change(job, generation=_change(current, rate_told=action.failures_per_second)) if current else job
+            told = {"rate_told": action.failures_per_second, "tiers_told": action.tier_rates}
+            return _change(job, generation=_change(current, **told)) if current else job
         case a.AskStacks():
             return _change(job, generation=_change(current, stacks_asked_at=at)) if current else job
         case a.AskReach():

@@ -128,23 +128,14 @@ def _record(
     climbed = ""
     newest_wanted = not _goes_back(job, point, why)
     in_place = keeps_processes(job) and newest_wanted
+    names = tuple(members)
     seed = why.seed
     if before is not None and seed is not None and seed.kind != "growth":
-        rung, rungs = ladder.climb(
-            situation(
-                job,
-                policy,
-                now,
-                members=tuple(members),
-                world=choice.workers_used,
-                point=point.point,
-                verified=why.verified_only,
-                in_place=in_place,
-            )
-        )
+        verified, world = why.verified_only, choice.workers_used
+        here = situation(job, policy, now, members=names, world=world, point=point.point, verified=verified, in_place=in_place)
+        rung, rungs = ladder.climb(here)
         climbed = ladder.explain(rung, rungs)
         seed = _change(seed, rung=rung.name)
-    names = tuple(members)
     book = ledger.add(job.ledger, why.charge) if why.charge else job.ledger
     added = ledger.num_charges(book) - ledger.num_charges(job.ledger)
     text = f"{why.note or 'form'}: mesh {choice.mesh} on {len(names)} nodes ({choice.reason}), restore {point.reason}"
@@ -165,8 +156,10 @@ def _record(
         restart_count=ledger.num_charges(book),
         reason=text[:500],
         failures_per_second=rates.failure_rate(job, now, more=added),
+        tier_rates=rates.tier_rates(job, now, more=added),
         in_place=in_place,
-        memory=before is not None and newest_wanted and job.spec.checkpoint.memory_interval_seconds > 0.0,
+        gasp=before is not None and newest_wanted and job.spec.gasp,
+        memory=before is not None and newest_wanted and job.spec.checkpoint.memory_tier,
     )
     book = _change(book, frontier=max(book.frontier, job.frontier), num_incidents=len(job.incidents) + (1 if seed else 0))
     draft.act(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from regrow import wire
 from regrow.errors import ConfigurationError
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import goodput, ledger, membership, meshes, observe, plan_form, plan_slow, preempt, rates, symptoms
@@ -269,14 +270,22 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
 
 
 def _tell_rate(job: JobView, generation: GenerationView, now: float, draft: Draft) -> None:
-    rate = rates.failure_rate(job, now)
+    rate, tiers = rates.failure_rate(job, now), rates.tier_rates(job, now)
     told = generation.rate_told or generation.spec.failures_per_second
-    if told > 0 and abs(rate - told) <= _RATE_CHANGE * told:
+    same = told > 0 and abs(rate - told) <= _RATE_CHANGE * told
+    if same and not _tiers_changed(tiers, generation.tiers_told or generation.spec.tier_rates):
         return
+    nodes = tuple(generation.members)
     draft.act(
-        a.TellRate(job=job.spec.job, generation=generation.number, nodes=tuple(generation.members), failures_per_second=rate),
+        a.TellRate(job=job.spec.job, generation=generation.number, nodes=nodes, failures_per_second=rate, tier_rates=tiers),
         because=f"failure rate of {job.spec.job} is now {rate * 3600:.3g} per hour (was {told * 3600:.3g})",
     )
+
+
+def _tiers_changed(now: wire.TierRates | None, told: wire.TierRates | None) -> bool:
+    if now is None or told is None:
+        return now is not None
+    return any(abs(new - old) > _RATE_CHANGE * old for new, old in ((now.memory, told.memory), (now.storage, told.storage)))
 
 
 def _account(job: JobView, policy: Policy, now: float, draft: Draft) -> None:

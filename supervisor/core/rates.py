@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 
+from regrow import wire
 from regrow.supervisor.core import ledger
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import JobView
@@ -20,6 +21,21 @@ def failure_rate(job: JobView, now: float, *, more: int = 0) -> float:
     """
     seconds = max(0.0, now - job.submitted_at)
     return ledger.posterior_rate(ledger.num_charges(job.ledger) + more, seconds, job.spec.checkpoint.prior_failures_per_hour)
+
+
+def tier_rates(job: JobView, now: float, *, more: int = 0) -> wire.TierRates | None:
+    """The same by tier, each from its own count: failures after which the job went on from memory, and all others (with `more`, of
+    which nobody knows yet). Both begin at the rate of all causes, so each is too high at first, never too low. None: no tier in memory."""
+    policy = job.spec.checkpoint
+    if not policy.memory_tier:
+        return None
+    seconds = max(0.0, now - job.submitted_at)
+    served = min(job.ledger.num_from_memory, ledger.num_charges(job.ledger))
+    others = ledger.num_charges(job.ledger) - served + more
+    return wire.TierRates(
+        memory=ledger.posterior_rate(served, seconds, policy.prior_failures_per_hour),
+        storage=ledger.posterior_rate(others, seconds, policy.prior_failures_per_hour),
+    )
 
 
 def over_dispersed(job: JobView) -> float | None:

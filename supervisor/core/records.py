@@ -70,6 +70,8 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_incidents: int = 0
     forgotten: dict[str, int] = {}
     """{cause: number} of charges that are too old to be kept one by one."""
+    num_from_memory: int = 0
+    """Charges after which the job went on from memory, not from storage."""
     since: float = 0.0
     """When the job was submitted, Unix seconds: failures over a shorter time would be a higher rate. 0: not known."""
     effort: EffortRecord | None = None

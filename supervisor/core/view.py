@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from regrow import wire
+from regrow.ids import MeshShape
 from regrow.supervisor.core.links import Reach
 from regrow.supervisor.core.records import EffortRecord, LearnedRecord, LedgerRecord, QuarantineRecord
 
@@ -114,6 +115,16 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """Newest step at which the check that found it found nothing, -1: none; None: agreement of digests tells."""
 
 
+class Undecided(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas that differed without a majority. The step comes again after the roll-back, from the same state: what it gives then tells."""
+
+    step: int
+    mesh: MeshShape
+    digests: dict[int, str]
+    places: dict[int, tuple[str, str]]
+    """{rank: (node, device)} at that time."""
+
+
 class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """A streak of steps with something infinite or NaN."""
 
@@ -190,6 +201,7 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     progress_at: float | None = None
     """Last completed step or phase."""
     rate_told: float = 0.0
+    tiers_told: wire.TierRates | None = None
 
     @property
     def number(self) -> int:
@@ -313,6 +325,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     num_damaged: int = 0
     void_saves: VoidSaves | None = None
     """Since the newest checkpoint; None: that was the last save."""
+    tiers: tuple[wire.TierInterval, ...] = ()
+    """How often each tier is saved to, as rank 0 said at its last save."""
     ledger: LedgerRecord = LedgerRecord()
     incidents: tuple[Incident, ...] = ()
     boundary: Boundary | None = None
@@ -329,6 +343,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Steps at which all replicas agreed."""
     digest_checks: dict[str, int] = {}
     """{verdict: count}."""
+    undecided: Undecided | None = None
+    """The last digests of which none had a majority."""
     outcome: Outcome | None = None
     parked: str = ""
     paused: bool = False

@@ -80,7 +80,10 @@ async def test_trainers_writer_or_both_killed_at_random_moments(make_writer, mak
                 step = (await committer.until("complete")).step
                 await asyncio.sleep(rng.uniform(0.0, 0.1))
                 (victim or writer.process).kill()
-            await asyncio.wait_for(asyncio.to_thread((victim if not place and victim else writer.process).wait), 90)
+            ended = asyncio.to_thread((victim if not place and victim else writer.process).wait)
+            done = await asyncio.wait([asyncio.ensure_future(ended)], timeout=90)
+            said = (tmp_path / "trainers.log").read_text()
+            assert not done[1], f"seed {seed}: generation {generation} hangs, fatal place {place!r}: {said}"
         finally:
             for process in trainers:
                 process.kill()
@@ -107,7 +110,8 @@ def trainer(socket: str, folder: Path, generation: int, rank: int, steps: range)
         "then": "exit", "node_file": generation % 2 == 0,
     }  # fmt: skip
     command = [sys.executable, str(SUPPORT / "ckpt_producer.py"), json.dumps(options)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (folder / "trainers.log").open("a") as log:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
 
 
 def test_a_reader_never_sees_half_a_checkpoint_while_old_ones_go(tmp_path):

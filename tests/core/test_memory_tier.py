@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.core.world import killed_after_six_steps, running
 
 from regrow import wire
+from regrow.supervisor.core import actions as a
 
 MEMORY = wire.CheckpointPolicy(memory_interval_seconds=5.0)
 
@@ -28,6 +29,36 @@ def test_steps_that_memory_kept_are_not_lost() -> None:
     assert world.job.effort.lost_steps == lost - 4
     assert world.job.incidents[-1].restored_step == start + 4
     assert not world.job.outcome, "a first step beyond the checkpoint is no sign of a state that was not taken up"
+
+
+def test_each_tier_has_a_rate_of_its_own_failures() -> None:
+    """A failure counts for storage until the job is seen to have gone on from memory; workers are told when that changes their rates."""
+    world, start = killed_after_six_steps(checkpoint=MEMORY)
+    begun = world.generation.spec.tier_rates
+    assert begun is not None
+    assert begun.storage > 10 * begun.memory, "one failure, of which nobody knows yet what it needs"
+    world.take()
+    world.step(start + 5)
+    assert world.job.ledger.num_from_memory == 1
+    world.wait(1)
+    (told,) = world.take(a.TellRate)
+    assert told.tier_rates.memory > 10 * told.tier_rates.storage
+    world.wait(1)
+    assert not world.take(a.TellRate), "told once"
+
+
+def test_a_failure_that_went_to_storage_counts_there() -> None:
+    world, start = killed_after_six_steps(checkpoint=MEMORY)
+    world.step(start + 1)
+    assert world.job.ledger.num_from_memory == 0
+    rates = world.generation.spec.tier_rates
+    assert rates is not None
+    assert rates.storage > 10 * rates.memory
+
+
+def test_a_job_without_the_tier_has_one_rate() -> None:
+    world, _ = killed_after_six_steps()
+    assert world.generation.spec.tier_rates is None
 
 
 def test_what_storage_gave_back_is_still_lost_work() -> None:

@@ -52,6 +52,13 @@ def interval(
     storage_gb: Annotated[float, typer.Option(help="Space for checkpoints.", rich_help_panel=_BOUND)] = 0.0,
     keep: Annotated[int, typer.Option(help="Checkpoints that are kept.", rich_help_panel=_BOUND)] = 3,
     max_lost_gpu_hours: Annotated[float, typer.Option(help="Most that one failure may cost; needs --gpus.", rich_help_panel=_BOUND)] = 0.0,
+    node_state_gb: Annotated[float, typer.Option(help="What the ranks of a node save, in GB.", rich_help_panel=_BOUND)] = 0.0,
+    node_memory_gb: Annotated[
+        float, typer.Option(help="Memory of a node for snapshots, its live state not counted.", rich_help_panel=_BOUND)
+    ] = 0.0,
+    max_stall_share: Annotated[
+        float, typer.Option(help="Share of the time that stalls of a tier may take; 0: no limit.", rich_help_panel=_BOUND)
+    ] = 0.0,
     tier: Annotated[list[str] | None, typer.Option(help="NAME:SHARE:STALL:WRITE, an interval of its own for each.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write E(T) as a picture.")] = None,
     json: Json = False,

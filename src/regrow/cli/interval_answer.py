@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from regrow.ckpt import interval
+from regrow.ckpt import interval, tiers
 from regrow.ckpt.interval import Bounds, Controller, Measured
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.parallel import draw
@@ -30,6 +30,9 @@ _NOT_NEGATIVE = (
     "storage_gb",
     "max_lost_gpu_hours",
     "observed_failures",
+    "node_state_gb",
+    "node_memory_gb",
+    "max_stall_share",
 )
 _FORMULAS = {
     "seed": "E(T) = a f T + b/T, T* = sqrt(b / (a f))",
@@ -88,11 +91,13 @@ def answer(flags: dict[str, Any]) -> dict[str, Any]:
         min_seconds=flags["min_seconds"],
         max_seconds=math.inf if flags["max_seconds"] is None else flags["max_seconds"],
         write_bytes_per_second=flags["write_gb_per_second"] * 1e9,
+        max_stall_ratio=flags["max_stall_share"],
         max_lost_gpu_hours=flags["max_lost_gpu_hours"],
         gpus=flags["gpus"] or 0,
     )
     chosen = Controller(bounds).apply(optimum * 3600.0, measured, rate / 3600.0)
     warnings += [*chosen.warnings, *interval.storage_warnings(flags["checkpoint_gb"], flags["storage_gb"], flags["keep"])]
+    warnings += tiers.memory_warnings(flags["node_state_gb"], flags["node_memory_gb"], copies=True)
     if chosen.overhead_ratio > _HOPELESS:
         warnings.append(
             f"saves, lost work and recovery take more than {_HOPELESS:.0%} of the time: at this failure rate training hardly advances;"
@@ -157,7 +162,7 @@ def write_svg(document: dict[str, Any], path: Path) -> None:
 
 
 def _tiers(flags: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    tiers: list[interval.Tier] = []
+    parsed: list[interval.Tier] = []
     for text in flags["tier"] or []:
         parts = text.split(":")
         try:
@@ -168,8 +173,9 @@ def _tiers(flags: dict[str, Any], rate: float) -> list[dict[str, Any]]:
             raise ConfigurationError(f"{text!r} is not a tier", where="--tier", hint=hint) from error
         if not 0 < share <= 1 or not all(0 <= value <= _MOST for value in (stall, write)):
             raise ConfigurationError(f"{text!r} has impossible numbers", where="--tier", hint="0 < share <= 1, times of at least 0 s")
-        tiers.append(interval.Tier(name=name, share=share, stall_seconds=stall, write_seconds=write))
-    found = interval.tier_intervals(tuple(tiers), rate / 3600.0)
+        parsed.append(interval.Tier(name=name, share=share, stall_seconds=stall, write_seconds=write))
+    bounds = Bounds(max_seconds=math.inf, max_stall_ratio=flags["max_stall_share"])
+    found = interval.tier_intervals(tuple(parsed), rate / 3600.0, bounds)
     return [
         {
             "name": name,

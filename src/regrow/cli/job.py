@@ -176,6 +176,9 @@ def _details(job: dict[str, Any]) -> None:
     if checkpoint["step"] is not None:
         verified = f", newest verified: step {checkpoint['verified_step']}" if checkpoint["verified_step"] is not None else ""
         tables.indented(screen, f"checkpoint of step {checkpoint['step']}, {tables.ago(checkpoint['age_seconds'])} old{verified}")
+    for tier in checkpoint.get("tiers") or ():
+        often = f"every {tier['interval_seconds']:.4g} s" if tier["interval_seconds"] > 0 else "not saved to"
+        tables.indented(screen, f"{tier['tier']}: {often} ({tier['reason']})")
     if checkpoint.get("void"):
         void = checkpoint["void"]
         tables.indented(screen, f"{void['count']} saves since then are void, the last of step {void['step']}: {void['reason']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from regrow import wire
-from regrow.ckpt import differences, retention
+from regrow.ckpt import differences, mirroring, remote, retention
 from regrow.ckpt.catalog import check_own, check_writable
 from regrow.ckpt.differences import ACCEPT_VARIABLE
-from regrow.errors import ConfigurationError
+from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape, check_name
 from regrow.local.api import SupervisorClient
 from regrow.local.cluster import ClusterPlan, LocalCluster
@@ -21,6 +22,7 @@ from regrow.local.launch import DEGRADED, INTERRUPTED, Follower, follow_with_sig
 from regrow.local.live import LiveView
 from regrow.supervisor.core.hang_limits import PHASES
 
+AUTO = "auto"
 SETTLE_SECONDS = 10.0
 """How long `regrow run` waits at the end of a job for word of its last save."""
 
@@ -56,9 +58,12 @@ class Request:
     preload: tuple[str, ...] = ()
     cold: bool = False
     in_place: bool | None = None
+    gasp: bool = True
     node_files: bool = False
     peer_memory: bool = False
-    memory_interval: float = 0.0
+    memory_interval: str = "0"
+    mirror: str = ""
+    mirror_keep: int = 3
     accept: tuple[str, ...] = ()
     cwd: str = "."
 
@@ -78,7 +83,6 @@ def specification(request: Request) -> wire.JobSpec:
         (request.max_restarts, "--max-restarts"),
         (request.hang_seconds, "--hang-seconds"),
         (request.hang_idle_seconds, "--hang-idle-seconds"),
-        (request.memory_interval, "--memory-interval"),
         (request.keep_every_hours, "--keep-every-hours"),
     ):
         if value < 0:
@@ -88,7 +92,6 @@ def specification(request: Request) -> wire.JobSpec:
     if request.zero not in range(4):
         raise ConfigurationError(f"{request.zero} is no ZeRO stage", where="--zero", hint="use 0, 1, 2 or 3")
     mesh = MeshShape.parse(request.mesh) if request.mesh else None
-    metric, num_best, highest = retention.parse_best(request.keep_best) if request.keep_best else ("", 0, False)
     spec = wire.JobSpec(
         job=name,
         argv=_argv(request),
@@ -104,18 +107,7 @@ def specification(request: Request) -> wire.JobSpec:
         micro_batch=request.micro_batch,
         equal_replicas=request.equal_replicas,
         zero_stage=request.zero,
-        checkpoint=wire.CheckpointPolicy(
-            path=str(checkpoint_path(request, name)),
-            keep_last=request.keep_last,
-            keep_every_hours=request.keep_every_hours,
-            keep_best=num_best,
-            best_metric=metric,
-            best_is_highest=highest,
-            fresh_start=request.fresh,
-            node_files=request.node_files,
-            peer_memory=request.peer_memory,
-            memory_interval_seconds=request.memory_interval,
-        ),
+        checkpoint=_policy(request, name),
         env={ACCEPT_VARIABLE: ",".join(differences.check_fields(request.accept))} if request.accept else {},
         max_restarts=request.max_restarts,
         priority=request.priority,
@@ -123,15 +115,54 @@ def specification(request: Request) -> wire.JobSpec:
         start_method="cold" if request.cold else "warm",
         in_place=request.in_place is not False,
         in_place_gpus=request.in_place is True,
+        gasp=request.gasp,
         preload=request.preload,
         hang_seconds=request.hang_seconds,
         hang_phase_seconds=hang_phases(request.hang_phases),
         hang_idle_seconds=request.hang_idle_seconds,
     )
+    if request.mirror:
+        remote.Tier(request.mirror)  # says what is wrong with it
     _check_mesh(spec, high * slots)
     if request.fresh:
         check_own(spec.checkpoint.path, name)
     return spec
+
+
+def _policy(request: Request, name: str) -> wire.CheckpointPolicy:
+    metric, num_best, highest = retention.parse_best(request.keep_best) if request.keep_best else ("", 0, False)
+    return wire.CheckpointPolicy(
+        path=str(checkpoint_path(request, name)),
+        keep_last=request.keep_last,
+        keep_every_hours=request.keep_every_hours,
+        keep_best=num_best,
+        best_metric=metric,
+        best_is_highest=highest,
+        fresh_start=request.fresh,
+        node_files=request.node_files,
+        peer_memory=request.peer_memory,
+        memory_interval_seconds=memory_seconds(request.memory_interval),
+        memory_auto=request.memory_interval == AUTO,
+        mirror_url=request.mirror,
+        mirror_keep=request.mirror_keep,
+    )
+
+
+def memory_seconds(text: str) -> float:
+    """Read --memory-interval; 0 for `auto`, which the interval controller answers.
+
+    Raises:
+        ConfigurationError: neither a time nor `auto`.
+    """
+    if text == AUTO:
+        return 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise ConfigurationError(f"cannot read {text!r}", where="--memory-interval", hint="seconds, 0 for none, or auto")
+    return seconds
 
 
 def hang_phases(words: tuple[str, ...]) -> dict[str, float]:
@@ -276,10 +307,31 @@ async def run_local(spec: wire.JobSpec, request: Request, *, plain: bool) -> tup
         check_writable(spec.checkpoint.path)
     plan = ClusterPlan(root=root, nodes=request.nodes, slots=spec.nproc_per_node)
     with LiveView(title=f"job {spec.job}", plain=plain) as view:
+        policy = spec.checkpoint
+        if (
+            policy.mirror_url
+            and not policy.fresh_start
+            and (name := await asyncio.to_thread(mirroring.bring_back, policy.path, policy.mirror_url))
+        ):
+            view.note(f"{name} was fetched from {policy.mirror_url}: the folder had no checkpoint")
         view.note(f"starting {request.nodes} agents with {spec.nproc_per_node} workers each; run folder {root}")
         async with LocalCluster(plan) as cluster:
             view.at(cluster.supervisor_address())
-            return await _run(cluster.api, spec, view)
+            code, document = await _run(cluster.api, spec, view)
+        return (await asyncio.to_thread(last_copy, spec.checkpoint, code, document)), document
+
+
+def last_copy(policy: wire.CheckpointPolicy, code: int, document: dict[str, Any]) -> int:
+    """Copy what the agents had no time for when the job ended. Returns the exit code: a job that is done without its copy is degraded."""
+    if not policy.mirror_url:
+        return code
+    try:
+        done = remote.mirror(Path(policy.path), remote.Tier(policy.mirror_url), keep=policy.mirror_keep)
+    except OperationalError as error:
+        document["mirror"] = {"url": policy.mirror_url, "problem": str(error)}
+        return code or DEGRADED
+    document["mirror"] = {"url": policy.mirror_url, "kept": list(done.kept)}
+    return code
 
 
 async def run_remote(spec: wire.JobSpec, supervisor: str, *, plain: bool) -> tuple[int, dict[str, Any]]:
@@ -313,6 +365,9 @@ def closing_line(document: dict[str, Any]) -> str:
     void = (document.get("checkpoint") or {}).get("void")
     if void:
         line += f"; its last save, of step {void['step']}, is no checkpoint: {void['reason']}"
+    problem = (document.get("mirror") or {}).get("problem")
+    if problem:
+        line += f"; its newest checkpoints are not in the second storage: {problem}"
     if outcome.get("traceback"):
         line += f"\nrank {outcome.get('rank')} on {outcome.get('node')}:\n{outcome['traceback']}"
     return line
