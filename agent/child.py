@@ -6,6 +6,7 @@ descriptors but the standard three, a fresh random state, a process group of its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime as dt
 import gc
@@ -229,9 +230,19 @@ def _run_user_code(worker: WorkerStart) -> int:
         pause(failure)
     light_fuse()
     trace = _user_frames(failure.__traceback__)
+    _free_descriptor()
     _write_error_file(worker.env.get("TORCHELASTIC_ERROR_FILE", ""), failure, trace)
-    sys.excepthook(type(failure), failure.with_traceback(trace), trace)
+    with contextlib.suppress(OSError, ValueError):  # the script has closed its stderr: the error file has the traceback
+        sys.excepthook(type(failure), failure.with_traceback(trace), trace)
     return 1
+
+
+def _free_descriptor() -> None:
+    """What is told of a failure needs one, and the failure may be that there are no more: standard input gives its own."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        os.closerange(0, 1)
 
 
 def _run_script(script: str) -> None:

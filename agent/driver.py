@@ -111,6 +111,7 @@ class Agent:
         for number in LEAVE_SIGNALS:
             loop.add_signal_handler(number, self._asked_to_leave, number)
         self._spawn("shim", self.launcher.run())
+        self._spawn("socket", self.socket.keep_bound())
         self._spawn("effects", self.dispatcher.run())
         self._spawn("orders", self.dispatcher.run_shim_orders())
         self._spawn("exits", self.exits.run())

@@ -1,7 +1,8 @@
 """Before a node (re)joins: does it still compute, remember and store? Bounded in time, reported as a whole.
 
 The GPU baseline comes from the same probe and policy as everyday health; memory, matrix product and disk run in a child
-that may hang or die without harm. Whether it exchanges bytes with its peers is the business of agent/pairs.py, at the same time.
+that may hang or die without harm. A child that works is not taken for one that hangs: while it uses CPU time or moves bytes, or waits for a
+core, it gets as much time again. Whether it exchanges bytes with its peers is the business of agent/pairs.py, at the same time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import msgspec
 from regrow.agent.health import base, policy
 from regrow.agent.health.burnin_result import CheckResult
 from regrow.agent.health.history import History
-from regrow.agent.health.preflight_report import UNFINISHED, Preflight
+from regrow.agent.health.preflight_report import SLOW, UNFINISHED, Preflight
 from regrow.agent.health.prober import Prober
 
 _BURNIN = "regrow.agent.health.burnin"
+_LOOK_SECONDS = 0.5
+_STILL_SECONDS = 1.5
+"""At least so long without any sign of work before a child counts as one that stands still."""
 
 
 async def run(
@@ -32,7 +36,8 @@ async def run(
     memory_bytes: int = 64 << 20,
     matrix: int = 384,
 ) -> Preflight:
-    """Run all checks, the slow ones side by side, within `budget_seconds` (and two more to stop what hangs).
+    """Run all checks, the slow ones side by side, within `budget_seconds` (and two more to stop what hangs); on a host that is too busy,
+    within twice as much.
 
     Args:
         state_dir: where the disk check writes.
@@ -68,22 +73,58 @@ async def _burn_in(state_dir: Path, budget: float, memory_bytes: int, matrix: in
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     done: list[CheckResult] = []
-    problem = ""
+    reading = asyncio.create_task(_read(child, done), name="regrow-burn-in")
+    pulse = Pulse(child.pid)
+    problem, name = "", UNFINISHED
     try:
-        assert child.stdout is not None
-        async with asyncio.timeout(budget):
-            while line := await child.stdout.readline():
-                done.append(msgspec.json.decode(line, type=CheckResult))
-            code = await child.wait()
-        if code not in (0, 1) or not done:
-            problem = f"the check process ended with {code}"
-    except TimeoutError:
-        problem = f"no end within {budget:.0f} s, after {', '.join(one.name for one in done) or 'nothing'}"
+        while not reading.done():
+            spent = time.monotonic() - began
+            limit = 2 * budget if pulse.seen_within(max(_STILL_SECONDS, budget / 4)) else budget
+            if spent >= limit:
+                name = SLOW if limit > budget else UNFINISHED
+                how = "at work all the time: this host is busy" if name == SLOW else "and it stands still"
+                problem = f"no end within {limit:.0f} s, after {', '.join(one.name for one in done) or 'nothing'}; {how}"
+                break
+            await asyncio.wait((reading,), timeout=min(_LOOK_SECONDS, limit - spent))
+        else:
+            code = reading.result()
+            if code not in (0, 1) or not done:
+                problem = f"the check process ended with {code}"
     finally:
+        reading.cancel()
         await _stop(child)
     if problem:
-        done.append(CheckResult(name=UNFINISHED, ok=False, seconds=time.monotonic() - began, detail=problem))
+        done.append(CheckResult(name=name, ok=False, seconds=time.monotonic() - began, detail=problem))
     return done
+
+
+async def _read(child: asyncio.subprocess.Process, done: list[CheckResult]) -> int:
+    """Results as they come; the exit code."""
+    assert child.stdout is not None
+    while line := await child.stdout.readline():
+        done.append(msgspec.json.decode(line, type=CheckResult))
+    return await child.wait()
+
+
+class Pulse:
+    """Whether a process works: CPU time and bytes that move, or it waits for a core. One that sleeps, or that the kernel holds, does not."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._last = ""
+        self._moved_at = time.monotonic()
+
+    def seen_within(self, seconds: float) -> bool:
+        """Look; has anything moved in the last `seconds`? True of a process that has just ended: what it said is yet to be read."""
+        now = time.monotonic()
+        try:
+            fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            moved = f"{fields[11:13]} {Path(f'/proc/{self._pid}/io').read_text(encoding='ascii')}"
+        except OSError:
+            return True
+        if moved != self._last or fields[0] == "R":
+            self._last, self._moved_at = moved, now
+        return now - self._moved_at <= seconds
 
 
 async def _stop(child: asyncio.subprocess.Process) -> None:

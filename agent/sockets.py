@@ -19,6 +19,10 @@ _log = logging.getLogger("regrow.agent.sockets")
 _FROM_SOCKET = wire.WorkerHello | wire.WorkerPhase | wire.StepReport | wire.SaveReport | wire.RestoreFailed | wire.WorkerWatch | Inject
 
 
+LOOK_SECONDS = 1.0
+"""Between two looks at the socket's file."""
+
+
 class _Worker:
     """A connected worker."""
 
@@ -39,6 +43,7 @@ class WorkerSocket:
         self._workers: dict[tuple[int, int], _Worker] = {}
         self._watches: dict[tuple[int, int], asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
+        self._bound: tuple[int, int] | None = None
         self._clients: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -46,6 +51,27 @@ class WorkerSocket:
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, str(self._path), limit=wire.MAX_MESSAGE_BYTES)
         self._path.chmod(0o600)
+        self._bound = _identity(self._path)
+
+    async def keep_bound(self) -> None:
+        """Bind anew when the file is gone or another one is in its place, until cancelled. What is connected stays so; nobody new could
+        reach an agent whose socket was deleted."""
+        failed = ""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._server is None or _identity(self._path) == self._bound:
+                continue
+            deaf = self._server
+            try:
+                await self.start()
+            except OSError as error:
+                if failed != str(error):
+                    _log.warning("%s is gone and cannot be bound anew: %s", self._path, error)
+                failed = str(error)
+                continue
+            failed = ""
+            deaf.close()
+            _log.warning("%s was gone: bound anew", self._path)
 
     async def close(self) -> None:
         """Stop serving."""
@@ -71,6 +97,14 @@ class WorkerSocket:
         if watch is None:
             return False
         watch.write(wire.encode(order))
+        return True
+
+    def ask_gasp(self, generation: int, rank: int) -> bool:
+        """Ask a worker to leave its state behind. False: it has no connection for that."""
+        watch = self._watches.get((generation, rank))
+        if watch is None:
+            return False
+        watch.write(wire.encode(wire.Gasp(generation=generation)))
         return True
 
     async def until_ended(self, generation: int, rank: int, limit_seconds: float) -> None:
@@ -118,3 +152,12 @@ class WorkerSocket:
             _log.warning("line of a worker is of unknown kind %s", message.kind)
             return None
         return message
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None: there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

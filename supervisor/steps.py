@@ -61,7 +61,7 @@ class Steps:
     def __init__(self, job: str, generation: int, node_ranks: dict[str, tuple[int, ...]], mesh: MeshShape | None = None) -> None:
         """`mesh`: which ranks hold the same, to say where they differ."""
         self._mesh = mesh
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._names: dict[int, wire.DigestEvidence] = {}
         self.job = job
         self.generation = generation
         self._ranks = node_ranks
@@ -116,9 +116,10 @@ class Steps:
         mesh, digests = self._mesh, step.digests
         if mesh is None or sdc.vote(mesh, digests).verdict != "diverged":
             return ""
-        named = {
-            rank: msgspec.structs.replace(one, names=self._names.get(rank % mesh.replica_size, ())) for rank, one in step.evidence.items()
-        }
+        named: dict[int, wire.DigestEvidence] = {}
+        for rank, one in step.evidence.items():
+            told = self._names.get(rank % mesh.replica_size)
+            named[rank] = one if told is None else msgspec.structs.replace(one, names=told.names, sizes=told.sizes)
         return sdc.located(mesh, digests, named)
 
     def words(self, node: str, progress: tuple[wire.RankProgress, ...], now: float) -> list[e.Event]:
@@ -154,7 +155,7 @@ class Steps:
         if report.evidence is not None:
             step.evidence[report.rank] = report.evidence
             if report.evidence.names:
-                self._names[report.rank] = report.evidence.names
+                self._names[report.rank] = report.evidence
         if report.nonfinite:
             step.nonfinite[report.rank] = report.nonfinite
             if report.nonfinite_again:

@@ -10,6 +10,8 @@ from regrow.agent.health.findings import Finding
 _ELSEWHERE = "gpus"
 """The check whose problems the everyday probe judges."""
 UNFINISHED = "burn_in"
+SLOW = "burn_in_slow"
+"""The same, but it was still at work: this host has no time for it."""
 PAIRS = "pairs"
 """Known bytes exchanged with other nodes: right, nobody was there, or wrong with two of which one is known to be good."""
 PAIRS_UNREACHED = "pairs_unreached"
@@ -38,11 +40,11 @@ def with_pairs(report: Preflight, pairs: CheckResult) -> Preflight:
 
 
 def findings_of(report: Preflight) -> tuple[Finding, ...]:
-    """A wrong answer makes the node unhealthy; a check that did not end in time may be a busy host, and is to be watched. So is one
-    whose exchanges failed through nobody knows whose fault; one that reaches nobody cannot be in a job, and needs no repair to come back.
+    """A wrong answer makes the node unhealthy; a check that stood still is to be watched; one that was merely slow says nothing about the
+    node. To be watched is also one whose exchanges failed through nobody knows whose fault; one that reaches nobody cannot be in a job, and needs no repair to come back.
     """
     bad = [one for one in report.checks if not one.ok and one.name != _ELSEWHERE]
-    wrong = [one for one in bad if one.name not in (UNFINISHED, PAIRS_UNREACHED, PAIRS_OPEN)]
+    wrong = [one for one in bad if one.name not in (UNFINISHED, SLOW, PAIRS_UNREACHED, PAIRS_OPEN)]
     late = [one for one in bad if one.name == UNFINISHED]
     found: list[Finding] = []
     if wrong:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from regrow.agent.worker.data import mix
-from regrow.places import BLOCK_WORDS, MASK, block_text, locate
+from regrow.places import BLOCK_WORDS, MASK, and_others, block_text, locate
 
 Words = npt.NDArray[np.uint64]
 
@@ -48,6 +48,8 @@ class Digests(msgspec.Struct, frozen=True):
     """One per name: the sum over its blocks that the value is made of."""
     weighted: Words
     """One per name: the same sum with each block's part times its number, from 1: two of a kind tell which block differs."""
+    sizes: tuple[int, ...]
+    """One per name: bytes of this rank's part."""
 
     @property
     def text(self) -> str:
@@ -55,7 +57,8 @@ class Digests(msgspec.Struct, frozen=True):
         return f"{self.total:016x}"
 
     def first_difference(self, other: Digests) -> str:
-        """Name of the first tensor whose digest is another, or that only one side has, and where in it; empty when all agree."""
+        """Name of the first tensor whose digest is another, or that only one side has, where in it, and how many others; empty when all
+        agree."""
         if self.names != other.names:
             known = dict(zip(other.names, other.values.tolist(), strict=True))
             for name, value in zip(self.names, self.values.tolist(), strict=True):
@@ -70,7 +73,8 @@ class Digests(msgspec.Struct, frozen=True):
             int(mine[first]) - int(theirs[first]) for mine, theirs in ((self.sums, other.sums), (self.weighted, other.weighted))
         )
         block = locate(sums & MASK, weighted & MASK)
-        return f"{self.names[first]}, {block_text(block)}" if block else self.names[first]
+        text = f"{self.names[first]}, {block_text(block, self.sizes[first])}" if block else self.names[first]
+        return and_others(text, different.size - 1)
 
 
 class Digester:
@@ -121,7 +125,7 @@ class Digester:
             sums[place] = (found, found)  # one block, number 1
         plain, weighted = (np.array(column, dtype=np.uint64) for column in (zip(*sums, strict=True) if sums else ((), ())))
         values = _finish(plain.tolist(), sizes)
-        return Digests(tuple(names), values, _dot(values, np.array(keys, dtype=np.uint64)), plain, weighted)
+        return Digests(tuple(names), values, _dot(values, np.array(keys, dtype=np.uint64)), plain, weighted, tuple(sizes))
 
     def keyed(self, tensors: Iterable[tuple[str, torch.Tensor]], found: Digests) -> Words:
         """What each tensor adds to the total of `found`, which was taken of the same tensors."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from regrow.agent.worker.chaos import Faults
 from regrow.agent.worker.digest import Digester, Digests, Words, local_part
-from regrow.agent.worker.received import GatherWatch, Received
+from regrow.agent.worker.received import REPLICA_AXES, GatherWatch, Received
 from regrow.ckpt.finite import unpublished
 from regrow.places import MASK
 from regrow.wire import AT_REST, DigestEvidence
@@ -24,8 +24,6 @@ Named = list[tuple[str, torch.Tensor]]
 MAX_PARTS = 1000
 _HEADROOM = 0.8
 """Parts are cut by tensors, so they are not quite equal."""
-REPLICA_AXES = frozenset(("pp", "tp"))
-"""Mesh axes whose shards differ by right between ranks that a digest compares; sharded over any other, nothing is compared."""
 
 
 def digest_key(job: str, seed: int) -> int:
@@ -111,6 +109,7 @@ class StateWatch:
         self._looked: tuple[Named, Named] = ([], [])
         self._numbers: Words = np.empty(0, dtype=np.uint64)
         self._names: tuple[str, ...] = ()
+        self._sizes: tuple[int, ...] = ()
         self._told: tuple[str, ...] = ()
         self._places = ""
         self._gathers = GatherWatch(modules, digester)
@@ -201,12 +200,15 @@ class StateWatch:
         places, self._places = self._places, ""
         received, self._received = self._received, None
         told: tuple[str, ...] = ()
+        sizes: tuple[int, ...] = ()
         if names and places and self._names != self._told:
-            told = self._told = self._names
+            told, sizes = self._names, self._sizes
+            self._told = told
         if not places and (received is None or not received.wrong):
             return None
         wrong = received.wrong if received is not None else {}
-        return DigestEvidence(places=places, names=told, received=wrong, receivers=received.receivers if received is not None else 0)
+        receivers = received.receivers if received is not None else 0
+        return DigestEvidence(places=places, names=told, sizes=sizes, received=wrong, receivers=receivers)
 
     def _placed(self, shared: Digests) -> str:
         """Three words that tell, of two ranks with one differing tensor, which one and where (places.py)."""
@@ -241,7 +243,10 @@ class StateWatch:
         cut = {f"optimizer.{name}": num_shards(parameter) for name, parameter in parameters if not is_replicated(parameter)}
         tensors = [(f"model.{name}", parameter) for name, parameter in parameters]
         tensors += [(f"optimizer.{name}", tensor) for name, tensor in state_of(parameters, self._optimizers)]
-        self._names = tuple(name for name, _ in tensors)
+        names = tuple(name for name, _ in tensors)
+        if names != self._names:
+            parts = [local_part(tensor) for _, tensor in tensors]
+            self._names, self._sizes = names, tuple(one.numel() * one.element_size() for one in parts)
         numbers = {name: number for number, name in enumerate(self._names, start=1)}
         replicated: Named = []
         copied: Named = []

@@ -33,7 +33,19 @@ def locate(plain: int, weighted: int) -> int:
     return number if 0 < number < _MOST else 0
 
 
-def block_text(number: int) -> str:
-    """Block `number` (from 1) of a tensor in words: which bytes of this rank's part of the tensor it has."""
-    size = 8 * BLOCK_WORDS
-    return f"block {number} (bytes {(number - 1) * size} to {number * size - 1})"
+def block_text(number: int, num_bytes: int = 0) -> str:
+    """Block `number` (from 1) of a tensor in words: which bytes of this rank's part of the tensor it has.
+
+    Args:
+        num_bytes: of this rank's part of the tensor; 0: not known, or the block cannot be one of it.
+    """
+    first = (number - 1) * 8 * BLOCK_WORDS
+    end = number * 8 * BLOCK_WORDS
+    if first < num_bytes:
+        return f"block {number} (bytes {first} to {min(end, num_bytes) - 1})"
+    return f"block {number} (from byte {first} on)"
+
+
+def and_others(text: str, count: int) -> str:
+    """`text`, and that `count` other tensors differ as well."""
+    return f"{text}, and {count} other tensor{'s' if count > 1 else ''}" if count else text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
+
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import links, symptoms
 from regrow.supervisor.core.draft import Draft
@@ -67,6 +69,25 @@ def _all_alike(view: View, generation: GenerationView, found: tuple[Symptom, ...
 def _victims(found: tuple[Symptom, ...]) -> bool:
     """Workers that ended for want of another, and nothing that says whose."""
     return all(symptom.kind == "worker_exit" and not symptom.explains for symptom in found)
+
+
+def name_silent(view: View, generation: GenerationView, found: tuple[Symptom, ...], main: Symptom) -> Symptom:
+    """Where nothing names anybody, the one node that says nothing is the likely one: of workers that lost a peer, the only member whose
+    workers have not ended; of a hang, the only member that cannot be heard. `main` as it is when there is no such node."""
+    if _victims(found):
+        ended = {name for name, member in generation.members.items() if any(worker.rank in generation.exits for worker in member.workers)}
+        quiet = [name for name, member in generation.members.items() if member.workers and name not in ended]
+        why = "the others lost a peer, and nothing is heard of its workers"
+    elif main.kind == "hang" and main.rank < 0 and not main.node:
+        quiet = [name for name in generation.members if (node := view.nodes.get(name)) is None or not node.reachable]
+        why = "it alone cannot be heard"
+    else:
+        return main
+    if len(quiet) != 1:
+        return main
+    ranks = [worker.rank for worker in generation.members[quiet[0]].workers]
+    text = f"{why}; {main.text}"
+    return msgspec.structs.replace(main, node=quiet[0], rank=ranks[0] if len(ranks) == 1 else -1, text=text, traceback="")
 
 
 def _stacks(job: JobView, generation: GenerationView, policy: Policy, now: float, draft: Draft) -> bool:

@@ -6,7 +6,7 @@ import msgspec
 
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core import quarantine, sdc
-from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite, View
+from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite, Undecided, View
 
 _change = msgspec.structs.replace
 _AGREED_HISTORY = 256
@@ -39,14 +39,36 @@ def _digests(job: JobView, current: GenerationView, event: e.DigestsReported) ->
     checks = job.digest_checks | {result.verdict: job.digest_checks.get(result.verdict, 0) + 1}
     job = _change(job, digest_checks=checks)
     if result.verdict == "agree":
-        return _change(job, agreed_steps=frozenset(sorted({*job.agreed_steps, event.step})[-_AGREED_HISTORY:]))
+        job = _change(job, agreed_steps=frozenset(sorted({*job.agreed_steps, event.step})[-_AGREED_HISTORY:]))
+        return _settled(job, current, event)
     if result.rested:
         return _change(job, generation=_change(current, rested=(*current.rested, event.step)[-_RESTED_HISTORY:]))
     if result.verdict == "skipped" or current.divergence is not None:
         return job
     rank = result.suspects[0] if result.suspects else -1
     text = f"{result.reason}; {event.located}" if event.located else result.reason
+    if rank < 0:
+        places = {rank: (current.node_of(rank), current.device_of(rank)) for rank in event.digests}
+        job = _change(job, undecided=Undecided(step=event.step, mesh=current.spec.mesh, digests=event.digests, places=places))
     found = Divergence(at=event.at, step=event.step, rank=rank, text=text)
+    return _change(job, generation=_change(current, divergence=found))
+
+
+def _settled(job: JobView, current: GenerationView, event: e.DigestsReported) -> JobView:
+    """A step at which replicas differed without a majority was done again, and now they agree: one of them was right the first time."""
+    before = job.undecided
+    if before is None or event.step < before.step:
+        return job
+    job = _change(job, undecided=None)
+    if event.step != before.step or before.mesh != current.spec.mesh or current.divergence is not None:
+        return job
+    wrong = sdc.settle(before.mesh, before.digests, event.digests)
+    places = {before.places[rank] for rank in wrong}
+    here = [rank for rank in sorted(event.digests) if (current.node_of(rank), current.device_of(rank)) in places]
+    if len({node for node, _ in places}) != 1 or not here:
+        return job
+    text = f"step {event.step}, done again, gave what the other replicas had: rank {wrong[0]} was wrong the first time, on {next(iter(places))[0]}"
+    found = Divergence(at=event.at, step=event.step, rank=here[0], text=text, clean_step=event.step)
     return _change(job, generation=_change(current, divergence=found))
 
 

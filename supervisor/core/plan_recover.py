@@ -79,7 +79,7 @@ def _recover(
     main = diagnose(found)
     if evidence.collect(view, job, generation, found, main, policy, now, draft):
         return
-    main = _blame_hardware(view, main)
+    main = _blame_hardware(view, evidence.name_silent(view, generation, found, main))
     seed = _seed(job, generation, main, found, now)
     charge = _charge(job, generation, seed, main, found, now) if seed.cause else None
     if main.fatal:

@@ -67,6 +67,27 @@ def vote(mesh: MeshShape, digests: dict[int, str]) -> Vote:
     return Vote(verdict="agree", reason=f"{len(groups[0])} replicas agree at {len(groups) - alone} positions")
 
 
+def settle(mesh: MeshShape, then: dict[int, str], now: dict[int, str]) -> tuple[int, ...]:
+    """Who was wrong at a step at which replicas differed, by what all of them have when it is done again from the same state.
+
+    Only where one of the two earlier digests comes again to the bit: that shows that the step gives the same each time, and that the other
+    one was wrong. Empty: it cannot be told (the step gives something else each time, or other tensors were looked at).
+
+    Args:
+        then: {rank: hex} of the first time.
+        now: {rank: hex} of the second, of the same mesh; the replicas agree.
+    """
+    wrong: list[int] = []
+    for ranks in _groups(mesh, now):
+        truth = now.get(ranks[0], "")
+        right = [rank for rank in ranks if then.get(rank) == truth]
+        others = [rank for rank in ranks if rank not in right and then.get(rank)]
+        if not truth or truth == AT_REST or (others and not right):
+            return ()
+        wrong += others
+    return tuple(sorted(wrong))
+
+
 def located(mesh: MeshShape, digests: dict[int, str], evidence: dict[int, DigestEvidence]) -> str:
     """The tensor and block in which the first two ranks that should agree and do not differ; empty: cannot be told.
 
@@ -87,7 +108,8 @@ def located(mesh: MeshShape, digests: dict[int, str], evidence: dict[int, Digest
         if not 0 < number <= (len(names) or _MOST_TENSORS):
             return f"ranks {first} and {other} differ in more than one tensor"
         tensor = names[number - 1] if names else f"tensor {number}"
-        where = block_text(block) if block else "more than one block"
+        sizes = evidence[first].sizes
+        where = block_text(block, sizes[number - 1] if number <= len(sizes) else 0) if block else "more than one block"
         return f"{tensor} differs in {where} between ranks {first} and {other}"
     return ""
 

@@ -205,6 +205,23 @@ async def test_nonsense_on_the_socket_is_logged_and_passed_over(scene: Scene) ->
     assert "of unknown kind dance" in agent.log()
 
 
+async def test_a_socket_that_was_deleted_is_bound_anew(scene: Scene) -> None:
+    """Gone, and then with a stranger's file in its place; who was connected stays so."""
+    agent = await scene.agent()
+    path = agent.state / "agent.sock"
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    for strange in (False, True):
+        path.unlink()
+        if strange:
+            path.write_text("not a socket", encoding="utf-8")
+        await until(lambda: path.is_socket() and path.stat().st_mode & 0o777 == 0o600)
+        assert not (await agent.admin(kind="dance"))["done"], "somebody answers"
+    writer.write(msgspec.json.encode({"type": "inject", "kind": "dance"}) + b"\n")
+    assert not json.loads(await reader.readline())["done"]
+    writer.close()
+    assert agent.log().count("was gone: bound anew") == 2
+
+
 async def test_worker_lines_become_reports_and_orders_reach_workers(scene: Scene) -> None:
     await scene.agent()
     script = scene.script(

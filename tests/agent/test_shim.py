@@ -125,6 +125,33 @@ async def test_a_rank_that_failed_cannot_stay_in_its_own_end(harness: Make) -> N
     assert "MemoryError" in h.output()
 
 
+CORNERED = {
+    "no descriptor is left": """
+import os
+while True:
+    os.open("/dev/null", os.O_RDONLY)
+""",
+    "stderr is closed": """
+import os, sys
+os.close(2)
+sys.excepthook = lambda kind, error, trace: sys.stderr.buffer.raw.write(b"x")
+raise OSError(24, "Too many open files")
+""",
+}
+
+
+@pytest.mark.parametrize("how", CORNERED)
+async def test_the_error_is_told_where_it_is_hard_to_tell(harness: Make, how: str) -> None:
+    h = harness()
+    await h.up()
+    error_file = h.state / "error.json"
+    env = {"PATH": os.environ["PATH"], "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    script = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))" + CORNERED[how]
+    await h.start([h.worker([h.script(script)], env=env)])
+    assert (await h.next(protocol.WorkerEnded))[0].worker.status == 1 << 8
+    assert "[Errno 24] Too many open files" in json.loads(error_file.read_text(encoding="utf-8"))["message"]["message"]
+
+
 WAITS = """
 import sys
 

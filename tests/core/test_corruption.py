@@ -221,3 +221,35 @@ def test_a_vote_says_in_which_tensor_and_block() -> None:
     world.tell(e.DigestsReported(at=world.now, job="j", generation=1, step=1, digests=digests, located="model.w differs in block 2"))
     world.wait(1)
     assert world.job.incidents[-1].text.endswith("; model.w differs in block 2")
+
+
+@pytest.mark.parametrize(
+    ("again", "accused"),
+    [
+        ({0: "a0", 1: "b0", 2: "a0", 3: "b0"}, "GPU-b-1"),  # rank 3 was wrong the first time
+        ({0: "a0", 1: "b9", 2: "a0", 3: "b9"}, "GPU-a-1"),  # rank 1 was
+        ({0: "a0", 1: "c4", 2: "a0", 3: "c4"}, ""),  # another digest than both: the step does not repeat itself
+        ({0: "a7", 1: "b0", 2: "a7", 3: "b0"}, ""),  # nor does it at the position that agreed
+    ],
+)
+def test_of_two_replicas_the_one_is_named_whose_result_does_not_come_again(again: dict[int, str], accused: str) -> None:
+    """A tie names nobody and goes back. Then the same step, done again from the same state, tells who was right."""
+    world = running("a", "b", mesh=MeshShape(dp=2, tp=2), steps=0, commit=None)
+    for step in (1, 2, 3):
+        world.step(step)
+        agreed = {0: "x", 1: "y", 2: "x", 3: "y"}
+        world.tell(e.DigestsReported(at=world.now, job="j", generation=world.generation.number, step=step, digests=agreed))
+    world.commit(3)
+    world.step(4)
+    world.tell(e.DigestsReported(at=world.now, job="j", generation=1, step=4, digests={0: "a0", 1: "b0", 2: "a0", 3: "b9"}))
+    world.wait(1)
+    assert world.generation.number == 2
+    assert not world.view.quarantine
+    assert world.generation.spec.restore is not None
+    assert world.generation.spec.restore.step == 3
+    world.step(4)
+    world.tell(e.DigestsReported(at=world.now, job="j", generation=2, step=4, digests=again))
+    world.wait(1)
+    assert set(world.view.quarantine) == ({accused} if accused else set())
+    assert world.job.undecided is None
+    assert (world.generation.number > 2) == bool(accused)

@@ -520,3 +520,28 @@ def test_new_leader_forms_anew_when_nothing_runs_any_more() -> None:
     assert other.generation.spec.restore is not None
     assert other.generation.spec.restore.step == 2
     assert not other.job.ledger.charges
+
+
+def test_who_alone_says_nothing_is_named_where_all_others_lost_a_peer() -> None:
+    """Its shim is stopped, so nobody reaps it: the end of the one that the others lost is never told."""
+    world = running("a", "b", "c")
+    for rank in (0, 1, 4, 5):
+        world.exit(rank, exit_code=1, error=LOST_PEER)
+    world.wait(POLICY.victim_seconds + POLICY.reach_seconds + 1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.node, incident.rank) == ("worker_exit", "b", -1)
+    assert "nothing is heard of its workers" in incident.text
+
+
+def test_a_hang_without_an_odd_rank_names_the_only_member_that_cannot_be_heard() -> None:
+    """A host stands still: the ranks that can be looked at wait at the same place."""
+    world = running("a", "b", "c", min_nodes=1)
+    ranks = tuple(wire.RankProgress(rank=rank, started_step=4, applied_step=3, phase="step", age_seconds=9.0) for rank in (0, 1, 4, 5))
+    world.now += 9
+    stalled = e.ProgressStalled(at=world.now, job="j", generation=1, since=world.now - 9, limit_seconds=8, ranks=ranks)
+    world.tell(stalled, e.NodeSilent(at=world.now, node="b", last_heard_at=world.now - 0.1))
+    for rank in (0, 1, 4, 5):
+        world.tell(e.OutputKept(at=world.now, node="a", job="j", generation=1, rank=rank, kind="stacks", text='File "x", line 1'))
+    world.wait(POLICY.stacks_seconds + POLICY.reach_seconds + 1)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.node) == ("hang", "b")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from regrow.agent import preflight
 from regrow.agent.health import burnin
 from regrow.agent.health.fake_nvml.control import FakeNvml
+from regrow.agent.health.preflight_report import findings_of
 
 SMALL = {"memory_bytes": 1 << 20, "matrix": 64}
 
@@ -41,6 +44,33 @@ async def test_a_check_that_hangs_ends_within_the_budget(tmp_path: Path, monkeyp
     assert time.monotonic() - began < 30
     assert any("no end within" in problem for problem in report.problems)
     assert psutil.Process().children(recursive=True) == []
+
+
+async def test_a_check_that_is_merely_slow_is_no_sign_against_the_node(tmp_path: Path) -> None:
+    """It was at work all the time, gets as much time again, and is told as what it is."""
+    report = await preflight.run(tmp_path, budget_seconds=0.3, memory_bytes=1 << 30)
+    assert not report.ok
+    assert [one.name for one in report.checks if one.name.startswith("burn_in")] == ["burn_in_slow"]
+    assert "busy" in str(report.problems)
+    assert findings_of(report) == ()
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize(("program", "works"), [("while True: pass", True), ("import time; time.sleep(600)", False)])
+def test_work_is_told_from_standing_still(program: str, works: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            pulse = preflight.Pulse(child.pid)
+            pulse.seen_within(60)
+            end = time.monotonic() + 30
+            while (seen := pulse.seen_within(0.5)) != works or (works and time.monotonic() < end - 29):
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            assert seen == works
+        finally:
+            child.kill()
 
 
 async def test_gpu_baseline(fake: FakeNvml, tmp_path: Path) -> None:

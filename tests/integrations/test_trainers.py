@@ -82,6 +82,49 @@ async def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, python: st
     assert "finished step=600" in text(2)
 
 
+async def test_megatron_core_under_tensor_parallelism_goes_on_from_its_own_checkpoint(python: str, processes: Any, tmp_path: Path) -> None:
+    """Two replicas of two tensor-parallel ranks: one rank is killed, and every later loss is to the bit that of a run without a fault."""
+
+    async def run(name: str, *, kill: bool) -> list[dict[int, str]]:
+        """{step: loss} of each generation."""
+        folder = tmp_path / name
+        log = os.open(tmp_path / f"{name}.log", os.O_CREAT | os.O_WRONLY)
+        launched = await asyncio.create_subprocess_exec(
+            *(python, "-m", "regrow", "run", "--plain", "--local", "2", "--nproc-per-node", "2", "--job", "fit", "--run-dir", str(folder)),
+            *(str(ROOT / "examples/megatron_gpt.py"), "--output", str(tmp_path / f"{name}-out"), "--steps", "120", "--save-every", "20"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+        )
+        os.close(log)
+
+        def text(generation: int) -> str:
+            path = folder / f"nodes/n0/jobs/fit/g{generation}/rank0.out"
+            return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+        try:
+            if kill:
+                await processes.until(lambda: launched.returncode is not None or "step=50 " in text(1), "it trains")
+                victim = worker(psutil.Process(launched.pid), "rank3.out")
+                assert victim is not None, (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+                victim.kill()
+            assert await asyncio.wait_for(launched.wait(), 400) in (0, 3), (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+        finally:
+            if launched.returncode is None:
+                launched.terminate()
+                await launched.wait()
+        pattern = re.compile(r"^step=(\d+) world=4 loss=(\S+)$", re.MULTILINE)
+        return [{int(step): loss for step, loss in pattern.findall(text(generation))} for generation in (1, 2)]
+
+    (twin, _), (_, seen) = await run("twin", kill=False), await run("seen", kill=True)
+    assert sorted(twin) == list(range(1, 121))
+    first = min(seen)
+    assert first > 20
+    assert first % 20 == 1, "the step after a checkpoint of Megatron's"
+    assert seen == {step: twin[step] for step in range(first, 121)}
+
+
 LEVEL2 = {"hf_trainer_level2": ("16", "4"), "lightning_level2": ("32", "8")}
 """Global batch and micro-batch: two micro-batches for each of two replicas."""
 

@@ -10,7 +10,13 @@ from regrow import wire
 from regrow.places import block_text
 from regrow.supervisor.core import sdc
 
-FIRST = f"model.1.weight, {block_text(1)}"
+WIDTH = 30
+"""Of the layers, in float32: four owners have 8, 8, 8 and 6 rows."""
+
+
+def first(rows: int, size: int = 4, columns: int = WIDTH) -> str:
+    """The middle layer's weight of an owner of so many rows."""
+    return f"model.1.weight, {block_text(1, rows * columns * size)}"
 
 
 def said(folder: Path, world: int) -> dict[str, dict[int, wire.DigestEvidence]]:
@@ -35,23 +41,36 @@ def test_who_sends_and_who_receives_a_wrong_bit_is_told_apart(ranks: Any) -> Non
             job("sent", "sent", 2, 2),
             job("arrived", "arrived", 1, 3, bf16=True),
             job("copies", "arrived", 1, 0, copies=2),
+            job("backward", "backward", 3, 1),
+            job("tensor", "backward", 2, 0, tensor=2),
         ]
     )
     assert said(done["clean"].ok(), 4) == {}
     sent = said(done["sent"].ok(), 4)
     assert {step: {rank: one.received for rank, one in by.items()} for step, by in sent.items()} == {
-        "5": {rank: {2: FIRST} for rank in range(4)}
+        "5": {rank: {2: first(8)} for rank in range(4)}
     }
     blamed = sdc.blame(sent["5"])
     assert blamed is not None
     assert blamed.rank == 2
     arrived = said(done["arrived"].ok(), 4)
-    assert {step: {rank: one.received for rank, one in by.items()} for step, by in arrived.items()} == {"5": {1: {3: FIRST}}}
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in arrived.items()} == {"5": {1: {3: first(6, size=2)}}}
     blamed = sdc.blame(arrived["5"])
     assert blamed is not None
     assert blamed.rank == 1
     copies = said(done["copies"].ok(), 4)
-    assert {step: {rank: one.received for rank, one in by.items()} for step, by in copies.items()} == {"5": {1: {0: FIRST}}}
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in copies.items()} == {"5": {1: {0: first(15)}}}
     blamed = sdc.blame(copies["5"])
     assert blamed is not None
     assert blamed.rank == -1, "of two that share shards nobody can be named"
+    backward = said(done["backward"].ok(), 4)
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in backward.items()} == {
+        "5": {3: {1: f"{first(8)} (for the backward pass)"}}
+    }
+    blamed = sdc.blame(backward["5"])
+    assert blamed is not None
+    assert blamed.rank == 3
+    tensor = said(done["tensor"].ok(), 4)
+    assert {step: {rank: one.received for rank, one in by.items()} for step, by in tensor.items()} == {
+        "5": {2: {0: f"{first(8)} (for the backward pass)"}}  # half of the rows by tensor parallelism, half of these by FSDP
+    }

@@ -57,11 +57,11 @@ def test_one_changed_block_is_told_from_sums(size: int) -> None:
     block, place = divmod(size - 1, BLOCK_WORDS)
     flip_bit(tensors[2][1], size - 1, 61)
     after = digester.digest(tensors)
-    assert before.first_difference(after) == f"t2, {block_text(block + 1)}"
+    assert before.first_difference(after) == f"t2, {block_text(block + 1, 8 * size)}"
     assert tuple(digester.sum_in_torch(tensors[2][1])) == (int(after.sums[2]), int(after.weighted[2]))
     flip_bit(tensors[2][1], 0, 3)
     both = digester.digest(tensors).first_difference(before)
-    assert both == ("t2" if block else "t2, " + block_text(1)), f"two blocks: {both}, {place}"
+    assert both == ("t2" if block else "t2, " + block_text(1, 8 * size)), f"two blocks: {both}, {place}"
     assert digester.digest(tensors[:2]).first_difference(before) == "t2"
 
 
@@ -229,7 +229,7 @@ def test_first_difference_names_the_tensor() -> None:
     before = digester.digest(tensors.items())
     flip_bit(tensors["layer31.weight"], 100, 3)
     after = digester.digest(tensors.items())
-    assert before.first_difference(after) == f"layer31.weight, {block_text(1)}"
+    assert before.first_difference(after) == f"layer31.weight, {block_text(1, 4 * 931 * 7)}"
     assert before.first_difference(before) == ""
     assert before.total != after.total
     fewer = digester.digest([(name, tensor) for name, tensor in tensors.items() if name != "layer3.weight"])

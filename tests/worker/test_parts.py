@@ -26,6 +26,7 @@ from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape
 from regrow.places import block_text
 from regrow.supervisor.core import sdc
+from regrow.wire import DigestEvidence
 
 # --- control vector --------------------------------------------------------------------------------------------------
 
@@ -297,7 +298,7 @@ def test_rolling_watch_finds_a_flip_within_a_round() -> None:
         found.append(watch.take_mismatch())
     watch.before_update()
     found.append(watch.take_mismatch())
-    assert {name for name in found if name} == {f"model.3.weight, {block_text(1)}"}
+    assert {name for name in found if name} == {f"model.3.weight, {block_text(1, 1024)}"}
 
 
 def test_rolling_digests_agree_between_replicas_and_are_whole_before_a_save() -> None:
@@ -332,7 +333,7 @@ def test_two_ranks_digests_tell_the_tensor_and_the_block_that_differ(budget: flo
     """As the supervisor sees it: two reports, of which one has a tensor with a flipped bit; also where only a part is looked at."""
     sides = [watched(every=0 if budget else 1, budget=budget) for _ in range(2)]
     mesh, found = MeshShape(dp=2), set[str]()
-    names: tuple[str, ...] = ()
+    known = DigestEvidence()
     for watch, *_ in sides:
         watch.agreed_cost(10_000, 312_500)
     for step in range(1, 26):
@@ -340,14 +341,14 @@ def test_two_ranks_digests_tell_the_tensor_and_the_block_that_differ(budget: flo
         told = [side[0].take_evidence(names=rank == 0) for rank, side in enumerate(sides)]
         assert told[0] is not None
         assert told[1] is not None
-        names = told[0].names or names
+        known = told[0] if told[0].names else known
         assert told[1].names == ()
-        evidence = {0: msgspec.structs.replace(told[0], names=names), 1: told[1]}
+        evidence = {0: msgspec.structs.replace(told[0], names=known.names, sizes=known.sizes), 1: told[1]}
         found.add(sdc.located(mesh, dict(enumerate(texts)), evidence))
         if step == 12:
             assert found == {""}
             flip_bit(sides[1][1][4].bias.data, 3, 9)
-    assert found - {""} == {f"model.4.bias differs in {block_text(1)} between ranks 0 and 1"}
+    assert found - {""} == {f"model.4.bias differs in {block_text(1, 64)} between ranks 0 and 1"}
 
 
 def test_every_other_step() -> None:
@@ -369,7 +370,8 @@ def test_injected_flip_is_named(where: str) -> None:
     train(watch, model, optimizer, 2)
     assert watch.take_mismatch() == ""
     train(watch, model, optimizer, 3)
-    assert watch.take_mismatch() == f"{'optimizer.4.bias.exp_avg_sq' if where == 'optimizer' else 'model.0.weight'}, {block_text(1)}"
+    name, size = ("optimizer.4.bias.exp_avg_sq", 64) if where == "optimizer" else ("model.0.weight", 1024)
+    assert watch.take_mismatch() == f"{name}, {block_text(1, size)}"
     assert [order.kind for order in faults.done] == ["flip_bit"]
 
 

@@ -52,6 +52,27 @@ def read_dry_pipe() -> None:
     os.read(reader, 1)
 
 
+def sleep_in_kernel() -> None:
+    """Wait in the kernel (CLONE_VFORK) for a child that has a copy of every socket and lives for a minute."""
+    if ctypes.CDLL(None).syscall(56, 0x4000 | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+        time.sleep(60)
+        os._exit(0)
+
+
+def open_all() -> None:
+    """Open files until there are no more descriptors."""
+    kept: list[int] = []
+    while True:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def many_threads() -> None:
+    """Four hundred idle threads, and nowhere to write to."""
+    for _ in range(400):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    os.closerange(1, 3)
+
+
 def hoard() -> None:
     """Take memory until there is none."""
     kept: list[torch.Tensor] = []
@@ -67,6 +88,9 @@ COMPUTE: dict[str, Callable[[], object]] = {
     "abort": os.abort,
     "spin": busy,
     "close": lambda: os.closerange(3, 256),
+    "vfork": sleep_in_kernel,
+    "files": open_all,
+    "threads": many_threads,
     "nap": lambda: time.sleep(1.5),
     "extra": lambda: dist.all_reduce(torch.ones(1)),
     "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
@@ -82,6 +106,8 @@ def hurt_result(word: str, model: torch.nn.Module, optimizer: torch.optim.Optimi
             next(model.parameters()).mul_(1.0 + 1e-3)
     elif word == "rate":  # one rank's schedule is off
         optimizer.param_groups[0]["lr"] *= 1.5
+    elif word == "moment":
+        next(iter(optimizer.state.values()))["exp_avg_sq"].mul_(0.5)
     elif word == "swap":
         with torch.no_grad():
             first = next(model.parameters())
@@ -126,6 +152,9 @@ def main() -> None:
             *parts, loss = flat.split([*(g.numel() for g in gradients), 1])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+        gradient = next(model.parameters()).grad
+        if word == "sign" and gradient is not None:
+            gradient.neg_()
         if word != "stale":
             optimizer.step()
         optimizer.zero_grad()
