@@ -223,9 +223,9 @@ def test_a_hung_job_of_torchrun_is_explained_within_30_seconds(job: subprocess.P
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--pid", "1"], 1, "no training process"),
+        (["--pid", "1"], 2, "no training process"),
         (["--merge", "/absent"], 2, "--merge"),
-        (["--flight", "/absent_0", "--pid", "1"], 1, "cannot be read"),
+        (["--flight", "/absent_0", "--pid", "1"], 2, "cannot be read"),
     ],
 )
 def test_wrong_input(arguments: list[str], code: int, words: str) -> None:

@@ -71,6 +71,7 @@ def test_no_answer_at_all_and_words_that_cannot_be(tmp_path: Path) -> None:
     via = way(tmp_path)
     for arguments, code, words in (
         (["--hosts", "dead", "--via", via], 1, "no host gave an answer"),
+        (["--hosts", ""], 2, "names no host"),
         (["--hosts", "a", "--via", "ssh"], 2, "has no {host}"),
         (["--hosts", "a,-oProxyCommand=x", "--via", via], 2, "is no host name"),
         (["--slurm", "12;reboot"], 2, "is no job number"),

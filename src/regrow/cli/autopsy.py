@@ -29,7 +29,9 @@ def register(app: typer.Typer) -> None:
         merge: Annotated[
             list[Path] | None, typer.Option("--merge", metavar="FILE", help="Judge --json documents of several nodes together.")
         ] = None,
-        hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Look on these hosts, by ssh, and judge all together.")] = "",
+        hosts: Annotated[
+            str | None, typer.Option("--hosts", metavar="A,B", help="Look on these hosts, by ssh, and judge all together.")
+        ] = None,
         slurm: Annotated[str, typer.Option("--slurm", metavar="JOB", help="Look on all hosts of this Slurm job, by srun.")] = "",
         via: Annotated[str, typer.Option("--via", metavar="COMMAND", help="How to run something on {host}; default: ssh.")] = "",
         gap: Annotated[float, typer.Option("--gap", min=0.1, max=60, help="Seconds between the two looks.")] = 1.5,
@@ -38,8 +40,10 @@ def register(app: typer.Typer) -> None:
         frames: Annotated[bool, typer.Option("--frames", help="Print the stacks of each group.")] = False,
         as_json: Json = False,
     ) -> None:
-        if hosts or slurm:
-            found = _elsewhere(hosts, slurm, via, ["--gap", str(gap), "--budget", str(budget), *(("--ras", ras) if ras else ())], budget)
+        if hosts is not None or slurm:
+            found = _elsewhere(
+                hosts or "", slurm, via, ["--gap", str(gap), "--budget", str(budget), *(("--ras", ras) if ras else ())], budget
+            )
         else:
             found = _merged(merge) if merge else _examined(tuple(pid or ()), tuple(flight or ()), gap, budget, _address(ras))
         emit(found, as_json=as_json, human=lambda: _tell(found, frames=frames))
@@ -55,7 +59,7 @@ def _elsewhere(hosts: str, slurm: str, via: str, arguments: list[str], budget: f
     from regrow.agent.health import autopsy_hosts
 
     async def look() -> Autopsy:
-        names, command = await autopsy_hosts.slurm_hosts(slurm) if slurm else ([one for one in hosts.split(",") if one], autopsy_hosts.SSH)
+        names, command = await autopsy_hosts.slurm_hosts(slurm) if slurm else (named, autopsy_hosts.SSH)
         found, problems = await autopsy_hosts.examine(names, via or command, arguments, budget)
         for one in problems:
             sys.stderr.write(f"regrow: {one.host}: {one.problem}\n")
@@ -63,6 +67,9 @@ def _elsewhere(hosts: str, slurm: str, via: str, arguments: list[str], budget: f
 
     if hosts and slurm:
         raise ConfigurationError("give either --hosts or --slurm", where="regrow autopsy")
+    named = [one.strip() for one in hosts.split(",") if one.strip()]
+    if not named and not slurm:
+        raise ConfigurationError("names no host", where="--hosts", hint="--hosts a,b,c")
     return asyncio.run(look())
 
 
@@ -81,9 +88,12 @@ def _examined(pids: tuple[int, ...], dumps: tuple[Path, ...], gap: float, budget
 
     if stacks.py_spy() is None:
         raise ConfigurationError("py-spy is not there", where="regrow autopsy", hint="pip install py-spy")
-    found = asyncio.run(autopsy.examine(pids=pids, dumps=dumps, gap_seconds=gap, budget_seconds=budget, ras_address=ras))
+    try:
+        found = asyncio.run(autopsy.examine(pids=pids, dumps=dumps, gap_seconds=gap, budget_seconds=budget, ras_address=ras))
+    except OperationalError as error:  # a dump that was named; not 1, which says of a job that it hangs
+        raise ConfigurationError(error.what, where=error.where, hint=error.hint) from error
     if not found.jobs:
-        raise OperationalError(
+        raise ConfigurationError(
             "no training process that this user may look at",
             where="pids " + ", ".join(map(str, pids)) if pids else "this node",
             hint="ranks are told by RANK and WORLD_SIZE (torchrun, srun, mpirun) or by Regrow's log files; run it as the job's user or root",

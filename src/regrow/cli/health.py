@@ -59,10 +59,11 @@ def _clear(incident: str, agent_state: Path | None, why: str, *, as_json: bool) 
 
     from regrow.agent.health import history
 
-    if agent_state is None or not agent_state.is_dir():
-        raise ConfigurationError(
-            "needs the state folder of the agent", where="--clear", hint="--agent-state DIR, the folder that `regrow agent --state` has"
-        )
+    hint = "--agent-state DIR, the folder that `regrow agent --state` has"
+    if agent_state is None:
+        raise ConfigurationError("needs the state folder of the agent", where="--clear", hint=hint)
+    if not agent_state.is_dir():
+        raise ConfigurationError("is no folder", where=f"--agent-state {agent_state}", hint=hint)
     if not why:
         raise ConfigurationError("needs a reason for the audit", where="--clear", hint='--why "memory test passed"')
     known = history.load(agent_state / "health.json")
