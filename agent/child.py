@@ -225,7 +225,7 @@ def _run_user_code(worker: WorkerStart) -> int:
         failure = error
     if failure is None:
         return 0
-    pause = getattr(sys.excepthook, "pause", None)
+    pause = getattr(sys.modules.get("regrow.agent.worker.failure"), "before_the_end", None)
     if pause is not None:
         pause(failure)
     light_fuse()

@@ -13,8 +13,8 @@ from typing import assert_never
 import msgspec
 
 from regrow import wire
+from regrow.agent import lastwords, reports
 from regrow.agent import machine as m
-from regrow.agent import reports
 
 _change = msgspec.structs.replace
 _IDLE_LEAVE_SECONDS = 1.0
@@ -55,7 +55,8 @@ def wake_at(state: m.NodeState) -> float | None:
     if state.current is not None and state.current.live and state.alone_since is not None and state.current.kill_deadline is None:
         times.append(state.alone_since + state.static_seconds)
     if state.current is not None:
-        deadlines = (state.current.kill_deadline, state.current.term_deadline, state.current.regroup_deadline)
+        local = state.current
+        deadlines = (local.kill_deadline, local.term_deadline, local.regroup_deadline, lastwords.deadline(local))
         times += [time for time in deadlines if time is not None]
     return min(times) if times else None
 
@@ -134,7 +135,7 @@ def _start(state: m.NodeState, order: wire.StartGeneration, at: float) -> m.Outc
         following, launch = _keep(state.current, following, kept, at + state.regroup_seconds)
         return _change(state, fences=fences, current=following, following=None), (*effects, m.Send(following.told["stopped"]), launch)
     state = _change(state, fences=fences, following=following)
-    state, kills = _kill_current(state, at)
+    state, kills = lastwords.ask(state, order, at) or _kill_current(state, at)
     return state, (*effects, *kills)
 
 
@@ -170,7 +171,7 @@ def _kill_current(state: m.NodeState, at: float) -> m.Outcome:
     if local is None or not local.live:
         return state, ()
     deadline = local.kill_deadline if local.kill_deadline is not None else at + state.kill_limit_seconds
-    local = _change(local, stage="stopping", kill_deadline=deadline, term_deadline=None)
+    local = _change(local, stage="stopping", kill_deadline=deadline, term_deadline=None, gasp_began=None)
     return _change(state, current=local), (m.Kill(job=local.job, generation=local.generation, signal=signal.SIGKILL),)
 
 
@@ -321,7 +322,7 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
     state, more = _regroup_due(state, at)
     effects += more
     local = state.current
-    if local is not None and local.term_deadline is not None and at >= local.term_deadline:
+    if local is not None and (lastwords.are_over(local, at) or (local.term_deadline is not None and at >= local.term_deadline)):
         state, more = _kill_current(state, at)
         effects += more
     local = state.current

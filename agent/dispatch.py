@@ -65,6 +65,8 @@ class Dispatcher:
                     self._agent.beat.send(effect.message)
                 case m.ToWorkers():
                     self._agent.socket.tell(effect.generation, effect.control, effect.ranks)
+                case m.AskGasp():
+                    self._ask_gasp(effect)
                 case m.DumpStacks():
                     self._start_background(effect)
                 case m.Kill() | m.Launch() | m.Replace() | m.Forget():
@@ -92,6 +94,12 @@ class Dispatcher:
                         await self._replace(order)
             except OperationalError as error:
                 _log.error("shim: %s", error.what)
+
+    def _ask_gasp(self, effect: m.AskGasp) -> None:
+        """A process that is stopped, or has no connection, is not waited for."""
+        for rank, pid in effect.pids.items():
+            if process_state(pid) in ("T", "t") or not self._agent.socket.ask_gasp(effect.generation, rank):
+                self._agent.feed(m.Said(wire.WorkerPhase(generation=effect.generation, rank=rank, phase=wire.GASPED_PHASE)))
 
     async def _persist(self, found: m.Fences) -> None:
         """A disk that takes no fences takes no workers either: what is ordered meanwhile is refused."""

@@ -160,6 +160,8 @@ def worker_environment(
     }
     if job.in_place:
         env["REGROW_IN_PLACE"] = "1" if job.in_place_gpus else "auto"
+    if job.gasp:
+        env["REGROW_GASP"] = "1"
     if worker.device_uuid:
         env.setdefault("REGROW_DEVICE", worker.device_uuid)
     return env

@@ -58,6 +58,10 @@ class Local(msgspec.Struct, frozen=True, kw_only=True):
     """Those that had come out got more time, and this is the end of it."""
     watched: frozenset[int] = frozenset()
     """Ranks that can change their generation in place."""
+    gasps: frozenset[int] = frozenset()
+    """Ranks that can leave their state behind before they are killed."""
+    gasp_began: float | None = None
+    """When they were asked to."""
     acknowledged: frozenset[int] = frozenset()
     attached: frozenset[int] = frozenset()
     """Ranks that use the worker library. The others are judged by their exit status alone."""
@@ -268,6 +272,13 @@ class ToWorkers(msgspec.Struct, frozen=True, kw_only=True):
     ranks: frozenset[int] | None = None
 
 
+class AskGasp(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask workers to leave their state behind: {rank: pid}."""
+
+    generation: int
+    pids: dict[int, int]
+
+
 class DumpStacks(msgspec.Struct, frozen=True, kw_only=True):
     """Collect the stacks of all live workers."""
 
@@ -283,5 +294,5 @@ class Quit(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Effect = Persist | Kill | Launch | Replace | Forget | Send | ToWorkers | DumpStacks | Quit
+Effect = Persist | Kill | Launch | Replace | Forget | Send | ToWorkers | AskGasp | DumpStacks | Quit
 Outcome = tuple[NodeState, tuple[Effect, ...]]

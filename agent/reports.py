@@ -69,6 +69,9 @@ def _watch(local: m.Local, message: wire.WorkerWatch) -> tuple[m.Local, tuple[m.
     """A worker can change its generation in place; the leader is told when all of the node can."""
     if message.changing:
         return _change(local, changing=local.changing | {message.rank}), ()
+    local = _change(local, gasps=local.gasps | {message.rank}) if message.gasps else local
+    if not message.in_place:
+        return local, ()
     local = _change(local, watched=local.watched | {message.rank})
     if wire.IN_PLACE_PHASE in local.told or local.watched != local.ranks:
         return local, ()

@@ -4,6 +4,8 @@
     writer -> producer              Ready (with two memfds), Released, Rejected
     restoring worker -> writer      Borrow, Gather; answered by Held (with a memfd) for each file, then HeldAll
                                     Recall; answered by Remembered for each snapshot that was not written, then HeldAll
+    dying worker -> writer          Bequeath; answered by Ready (with one memfd) or Rejected; then Bequeathed
+    its successor -> writer         Inherit; answered by Bequest (with a memfd) where there is one, then HeldAll; later Inherited
     controller (agent) -> writer    ControllerHello, Acknowledged, QueryStatus, CopyTo, Located
     writer -> controller            wire.ShardsDurable, wire.ShardsFailed (kept until acknowledged), WriterStatus, Listening, Locate
 
@@ -159,6 +161,50 @@ class Rejected(_Message, frozen=True, kw_only=True, tag="rejected"):
     fenced: bool = False
 
 
+class Bequeath(_Message, frozen=True, kw_only=True, tag="bequeath"):
+    """A worker that is about to be killed wants memory for the state that it holds."""
+
+    job: str
+    generation: int
+    slot: int
+    """Local rank: its successor in this place of the node gets it."""
+    num_bytes: int
+
+
+class Bequeathed(_Message, frozen=True, kw_only=True, tag="bequeathed"):
+    """The memory holds a whole state."""
+
+    step: int
+    head_bytes: int
+    """At the end of the memory: what is in it, JSON (`agent.worker.bequest`)."""
+    digest: str
+    """xxh3-128 of all of it, hexadecimal."""
+
+
+class Inherit(_Message, frozen=True, kw_only=True, tag="inherit"):
+    """What did a worker of this place leave?"""
+
+    job: str
+    slot: int
+
+
+class Bequest(_Message, frozen=True, kw_only=True, tag="bequest"):
+    """What a dead worker left; the descriptor of the memory comes with this line."""
+
+    generation: int
+    step: int
+    num_bytes: int
+    head_bytes: int
+    digest: str
+
+
+class Inherited(_Message, frozen=True, kw_only=True, tag="inherited"):
+    """It was taken up, or is not wanted: the memory is given back."""
+
+    job: str
+    slot: int
+
+
 class ControllerHello(_Message, frozen=True, kw_only=True, tag="controller"):
     """First line of an agent. Reports that nobody acknowledged are sent at once."""
 
@@ -237,7 +283,22 @@ class WriterStatus(_Message, frozen=True, kw_only=True, tag="writer_status"):
 
 
 ToWriter = (
-    ProducerHello | Prepare | Submit | Skip | Borrow | Gather | Recall | ControllerHello | Acknowledged | QueryStatus | CopyTo | Located
+    ProducerHello
+    | Prepare
+    | Submit
+    | Skip
+    | Borrow
+    | Gather
+    | Recall
+    | Bequeath
+    | Bequeathed
+    | Inherit
+    | Inherited
+    | ControllerHello
+    | Acknowledged
+    | QueryStatus
+    | CopyTo
+    | Located
 )
-ToProducer = Ready | Released | Rejected | Held | HeldAll | Remembered
+ToProducer = Ready | Released | Rejected | Held | HeldAll | Remembered | Bequest
 ToController = ShardsDurable | ShardsFailed | WriterStatus | Listening | Locate

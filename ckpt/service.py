@@ -17,6 +17,7 @@ import msgspec
 
 from regrow import wire
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
+from regrow.ckpt.bequests import Bequests
 from regrow.ckpt.channel import ServerChannel
 from regrow.ckpt.manifest import RankManifest, RankPlan, shard_name
 from regrow.ckpt.nodeshards import clear_away, node_file_of, remember, store_file, store_manifest
@@ -24,12 +25,16 @@ from regrow.ckpt.peers import Peers
 from regrow.ckpt.protocol import (
     ARENAS_PER_PRODUCER,
     Acknowledged,
+    Bequeath,
+    Bequeathed,
     Borrow,
     ControllerHello,
     CopyTo,
     Gather,
     Held,
     HeldAll,
+    Inherit,
+    Inherited,
     Listening,
     Locate,
     Located,
@@ -88,6 +93,7 @@ class Writer:
         self._pool = ArenaPool()
         self._contents = Contents()
         self._recycler = Recycler()
+        self._bequests = Bequests()
         self._saves = Saves()
         self._tokens: dict[str, Token] = {}
         self._producers: set[Producer] = set()
@@ -122,6 +128,8 @@ class Writer:
                     for one in self._contents.remembered(message.job):
                         channel.send(one)
                     channel.send(HeldAll())
+                elif isinstance(message, Bequeath | Bequeathed | Inherit | Inherited):
+                    lent += await self._bequests.hear(channel, message)
                 elif isinstance(message, Gather):
                     gathered.append(message.directory)
                     await self._gather(channel, message)
@@ -131,6 +139,7 @@ class Writer:
             log.warning("client dropped error=%s", error)
         finally:
             self._controllers.discard(channel)
+            self._bequests.gone(channel)
             if producer is not None:
                 self._lose(producer)
             await channel.close()
@@ -169,6 +178,7 @@ class Writer:
             return None
         self._tokens[hello.job] = token
         self._saves.joined(hello)
+        self._bequests.outlived(hello.job, hello.generation)
         producer = Producer(channel, hello)
         self._producers.add(producer)
         log.info("producer job=%s generation=%d rank=%d", hello.job, hello.generation, hello.rank)

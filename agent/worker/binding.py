@@ -13,7 +13,7 @@ import msgspec
 
 from regrow import wire
 from regrow.agent.progress import parse_location
-from regrow.agent.worker import regroup
+from regrow.agent.worker import bequest, gasp, regroup
 from regrow.agent.worker.buddy import Ring
 from regrow.agent.worker.digest import Digester
 from regrow.agent.worker.environment import WorkerEnvironment
@@ -149,8 +149,11 @@ class BoundState:
         """Take up what survivors hold. The same answer on all ranks; False: the disk."""
         held = regroup.take_held()
         environment = self._run.environment
-        if self.live is None or not environment.spec.in_place or environment.world_size == 1:
+        left = environment.spec.gasp and gasp.wanted(environment)
+        if self.live is None or not (environment.spec.in_place or left) or environment.world_size == 1:
             return False
+        if held is None and left:
+            held = bequest.inherit(gasp.place_of(environment))
         source = self.live.take_up(held, environment.spec, environment.rank, self._run.exchange, self._run.control_group)
         if source is None:
             return False
@@ -158,6 +161,9 @@ class BoundState:
             self.inner.step, self.inner.samples = source.step, source.samples
         seconds = time.perf_counter() - begin
         self._run.restored(source.step, source.samples, seconds, saved=False)
+        self.live.resting(source.step, source.samples)
+        if left:
+            bequest.inherited(gasp.place_of(environment))
         self._loop.passed("restored", seconds, source="memory", from_peers=len(source.givers))
         return True
 
@@ -199,7 +205,8 @@ def bind(
     """Make the TrainState of this run, let the step loop save it, and watch it."""
     environment = run.environment
     watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), every=digest_every, budget=digest_budget)
-    live = _live_state(environment, loop, objects) if regroup.possible() else None
+    stored = bool(environment.checkpoint) and gasp.wanted(environment)
+    live = _live_state(environment, loop, objects) if regroup.possible() or stored else None
     if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
         if environment.checkpoint and environment.rank == 0:
             _log.warning(
@@ -242,7 +249,7 @@ def _live_state(environment: WorkerEnvironment, loop: StepLoop, objects: dict[st
         kept = StreamFile(folder / f"streams-{environment.local_rank}", rank=environment.rank, mesh=mesh)
     live = LiveState(objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"), able=able, kept=kept)
     loop.live = live
-    regroup.hold_by(live.hold)
+    regroup.hold_by(live.hold, live.still)
     return live
 
 

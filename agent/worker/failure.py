@@ -24,6 +24,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 MAX_TRACEBACK_BYTES = 64 * 1024
 
 _stacks_file: TextIO | None = None
+before_the_end: Callable[[BaseException], None] | None = None
+"""What to do with an error of the script before it is told."""
 
 
 def register_stacks(folder: Path, rank: int) -> Path:
@@ -78,9 +80,11 @@ class UncaughtHook:
     """
 
     def __init__(self, on_error: Callable[[BaseException], None], pause: Callable[[BaseException], None]) -> None:
-        """`pause` is called by who runs the script (`agent.child`), before anything is made of the error."""
+        """`pause` is called by who runs the script (`agent.child`), before anything is made of the error. By that name in this module:
+        torch puts a hook of its own in front of ours when the process joins a group."""
+        global before_the_end  # noqa: PLW0603
+        before_the_end = pause
         self._on_error = on_error
-        self.pause = pause
         self._old = sys.excepthook
         sys.excepthook = self
 
@@ -91,6 +95,8 @@ class UncaughtHook:
 
     def remove(self) -> None:
         """Take the hook out again, when it is still the one installed."""
+        global before_the_end  # noqa: PLW0603
+        before_the_end = None
         if sys.excepthook is self:
             sys.excepthook = self._old
 

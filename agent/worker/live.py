@@ -136,6 +136,12 @@ class LiveState:
             self._kept.write(step, self._streams)
         self._schedules = [plain.encode(one.state_dict(), "scheduler") for one in self._schedulers]
 
+    def still(self, held: Held) -> bool:
+        """Is what was held untouched? Asked when it was copied."""
+        if self._updating or self._step != held.step:
+            return False
+        return [value._version for value in self._tensors.values()] == self._versions and self._marks.take() == self._mark  # noqa: SLF001
+
     def hold(self) -> Held | None:
         """The state of the last completed step, if it is whole; None when something wrote to it since."""
         if self._updating or self._step < 1 or self._streams is None:
@@ -174,7 +180,8 @@ class LiveState:
         if source is None:
             source = self._reshape(held, offers, oldest, tensors, names, spec, rank, exchange, group)
             if source is None:
-                _log.info("in place: no whole state in memory, steps held: %s", [offer.step for offer in offers])
+                told = "no whole state in memory (steps held: %s): what came after step %d, or a later snapshot in memory, is computed again"
+                _log.log(logging.WARNING if rank == 0 else logging.INFO, told, [offer.step for offer in offers], oldest)
             return source
         local = {name: flatten.local_of(value) for name, value in tensors.items()}
         if rank not in source.givers:

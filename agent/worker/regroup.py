@@ -31,7 +31,7 @@ import msgspec
 
 from regrow import wire
 from regrow.agent import became
-from regrow.agent.worker import gloo
+from regrow.agent.worker import gasp, gloo
 from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.agent.worker.groups import forget_meshes, uses_gpu
 from regrow.agent.worker.link import AgentLink
@@ -72,6 +72,7 @@ class Watcher:
         self._path = environment.socket
         self._hello = _hello(environment)
         self._order: wire.Regroup | None = None
+        self._asked = False
         self._arrived = threading.Event()
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
@@ -88,6 +89,7 @@ class Watcher:
         """The process is in another generation now: wait for the end of that one."""
         with self._changed:
             self._hello = _hello(environment)
+            self._asked = False
             self._arrived.clear()
             self._say(self._hello)
 
@@ -103,12 +105,20 @@ class Watcher:
     def take(self, limit_seconds: float) -> wire.Regroup | None:
         """The order, when it is there within the limit; from then on no socket is touched until `joined`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._order is not None, limit_seconds)
+            self._changed.wait_for(lambda: self._order is not None or self._asked, limit_seconds)
+            if self._order is None and self._asked and gasp.now():
+                self._changed.wait(gasp.WAIT_SECONDS)  # to be killed
             order, self._order = self._order, None
             if order is not None:
                 self._arrived.set()
                 self._say(wire.WorkerWatch(**_name(order), pid=os.getpid(), changing=True))
             return order
+
+    def tell(self, phase: str, seconds: float, step: int) -> None:
+        """Say something to the agent on this connection."""
+        with self._changed:
+            hello = self._hello
+            self._say(wire.WorkerPhase(generation=hello.generation, rank=hello.rank, phase=phase, seconds=seconds, step=step))
 
     def tell_loss(self) -> None:
         """A peer is gone. Without it nobody hears: this process goes on, and a host that lost power says nothing."""
@@ -147,6 +157,8 @@ class Watcher:
         except msgspec.MsgspecError as error:
             _log.warning("order not understood error=%s", error)
             return
+        if isinstance(order, wire.Gasp) and order.generation == self._hello.generation:
+            self._gasp()
         if not isinstance(order, wire.Regroup) or order.generation <= self._hello.generation:
             return
         with self._changed:
@@ -155,6 +167,12 @@ class Watcher:
         self._waiters.forget()
         while self._break(order.generation):
             self._arrived.wait(_AGAIN_SECONDS)
+
+    def _gasp(self) -> None:
+        with self._changed:
+            self._asked = True
+            self._changed.notify_all()
+        gasp.ask_main(self._waiters)
 
     def _break(self, generation: int) -> bool:
         """Break what holds the script; False: it has come out (or is in `generation` already, where this thread was late)."""
@@ -183,10 +201,16 @@ def possible() -> bool:
     return _inside
 
 
-def hold_by(hold: Callable[[], Any]) -> None:
-    """How to get at the state of the last completed step when the generation ends."""
+def hold_by(hold: Callable[[], Any], still: Callable[[Any], bool] = lambda _: False) -> None:
+    """How to get at the state of the last completed step when the generation ends, and whether it is what it was."""
     global _hold  # noqa: PLW0603
     _hold = hold
+    gasp.hold_by(_newest, still)
+
+
+def _newest() -> Any:
+    """What was put aside when a step broke, else what there is."""
+    return _held if _held is not None else _hold() if _hold is not None else None
 
 
 def give_back_by(close: Callable[[], None]) -> None:
@@ -243,9 +267,11 @@ def watch(environment: WorkerEnvironment, leave: Callable[[], None]) -> Callable
         What each step boundary has to call.
     """
     global _watcher, _leave  # noqa: PLW0603
-    if not _inside:
+    if not _inside and not gasp.wanted(environment):
         return _nothing
     _leave = leave
+    if gasp.wanted(environment):
+        gasp.begin(environment, lambda phase, seconds, step: _watcher.tell(phase, seconds, step) if _watcher is not None else None)
     if _watcher is None:
         _watcher = Watcher(environment)
         _watcher.start()
@@ -292,6 +318,7 @@ def await_the_end(error: BaseException, environment: WorkerEnvironment, link: Ag
     link.send(lost)
     link.drain(_VICTIM_SECONDS)
     gloo.shut_down()  # peers that wait for us know it at once
+    gasp.now()
     sys.stderr.write(f"regrow: rank {environment.rank} lost a peer: {str(error).splitlines()[0]}\n")
     time.sleep(_VICTIM_SECONDS)
 
@@ -334,6 +361,7 @@ def _change_over(order: wire.Regroup) -> None:
         with contextlib.suppress(RegrowError, OSError):  # the writer is away: there is nothing to give back
             close()
     _given.clear()
+    gasp.end()
     if _leave is not None:
         _leave()
         _leave = None
@@ -353,7 +381,14 @@ def _change_over(order: wire.Regroup) -> None:
 
 
 def _hello(environment: WorkerEnvironment) -> wire.WorkerWatch:
-    return wire.WorkerWatch(job=environment.job, generation=environment.generation, rank=environment.rank, pid=os.getpid())
+    return wire.WorkerWatch(
+        job=environment.job,
+        generation=environment.generation,
+        rank=environment.rank,
+        pid=os.getpid(),
+        in_place=_inside,
+        gasps=gasp.wanted(environment),
+    )
 
 
 def _name(order: wire.Regroup) -> dict[str, Any]:

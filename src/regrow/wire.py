@@ -220,8 +220,9 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Members keep workers that can change their generation; others are killed and forked anew."""
     memory: bool = False
     """What nodes have in memory may be restored where it continues `restore`: the leader does not want an older state."""
-    gasp: bool = False
-    """Workers of the generation before leave their newest state behind, and it may be taken up."""
+    gasp: int = 0
+    """Workers that are killed leave their newest state behind, and what those of this generation or a later one left may be taken up.
+    0: nothing may, an older state is wanted."""
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):

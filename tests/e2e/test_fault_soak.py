@@ -157,11 +157,24 @@ def descriptors(pid: int) -> list[str]:
     return [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
 
 
+def explained(pid: int) -> Counter[str]:
+    """What a process has open, by kind: of sockets the state and the peer's port, of files their place, and its threads by name."""
+    states: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            words = line.split()
+            states[f"socket:[{words[9]}]"] = f"{table} state {words[3]}"
+    found = Counter(states.get(target, target.split(":", 1)[0]) for target in descriptors(pid))
+    tasks = (path / "comm" for path in Path(f"/proc/{pid}/task").iterdir())
+    return found + Counter(f"thread {name.read_text(encoding='utf-8').strip()}" for name in tasks)
+
+
 def assert_nothing_piles_up(run: Run) -> None:
     """Descriptors of workers, arenas of writers, stores of shims: as many as one generation needs, however many there were."""
     found = workers(run)
     open_now = {place: len(descriptors(pid)) for place, pid in found.items()}
-    assert max(open_now.values()) - min(open_now.values()) <= MOST_MORE_DESCRIPTORS, open_now
+    story = {place: sorted(explained(pid).items()) for place, pid in found.items()}
+    assert max(open_now.values()) - min(open_now.values()) <= MOST_MORE_DESCRIPTORS, f"{open_now} {story}"
     arenas = {pid: sum("regrow-arena" in target for target in descriptors(pid)) for pid in run.pids("regrow.ckpt.writer")}
     assert max(arenas.values()) <= MOST_ARENAS, arenas
     stores = [pid for pid in marked(TEST_MARK, run.mark) if Path(f"/proc/{pid}/comm").read_text().strip() == "regrow-store"]

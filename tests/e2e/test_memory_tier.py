@@ -14,7 +14,7 @@ from tests.e2e.test_spare import TOY, lose_power
 from regrow.ckpt import catalog
 
 pytestmark = pytest.mark.timeout(400)
-MEMORY = ("--memory-interval", "0.2", "--no-in-place", "--job", "toy", "--global-batch", "8", "--nproc-per-node", "1")
+MEMORY = ("--memory-interval", "0.2", "--no-in-place", "--no-gasp", "--job", "toy", "--global-batch", "8", "--nproc-per-node", "1")
 
 
 def checkpoint_step(run: Run) -> int:
@@ -50,6 +50,10 @@ def test_a_killed_worker_goes_on_from_memory(launch: Callable[..., Run], tmp_pat
         json.loads(line).get("step", 0) for line in (tmp_path / "log" / "g1-r0.jsonl").read_text().splitlines() if line.endswith("}")
     )
     assert last - begin["restored"] <= 45, "ranks agree on a save at most 20 steps (1 s) ahead, and hear of it as late"
+    tiers = {one["tier"]: one for one in run.result()["checkpoint"]["tiers"]}
+    assert (tiers["memory"]["rule"], tiers["memory"]["interval_seconds"]) == ("given", 0.2)
+    assert tiers["storage"]["stall_seconds"] > 0
+    assert tiers["memory"]["failures_per_second"] > 10 * tiers["storage"]["failures_per_second"], "memory served it; rank 0 was told"
 
 
 @pytest.mark.soak
