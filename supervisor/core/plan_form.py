@@ -158,7 +158,7 @@ def _record(
         failures_per_second=rates.failure_rate(job, now, more=added),
         tier_rates=rates.tier_rates(job, now, more=added),
         in_place=in_place,
-        gasp=_left_since(before) if before is not None and newest_wanted and job.spec.gasp else 0,
+        gasp=left_since(before) if before is not None and newest_wanted and job.spec.gasp else 0,
         memory=before is not None and newest_wanted and job.spec.checkpoint.memory_tier,
     )
     book = _change(book, frontier=max(book.frontier, job.frontier), num_incidents=len(job.incidents) + (1 if seed else 0))
@@ -183,7 +183,7 @@ def _goes_back(job: JobView, point: restore.Choice, why: Cause) -> bool:
     return tainted or why.verified_only or bool(why.damaged) or restored < max(job.checkpoints, default=0)
 
 
-def _left_since(before: GenerationView) -> int:
+def left_since(before: GenerationView) -> int:
     """The oldest generation whose workers' states are still the newest: the last one that trained. One that went back on purpose, to an
     older state, is the oldest itself."""
     trained = before.first_step_at is not None

@@ -6,6 +6,7 @@ from tests.core.world import STARTED, killed_after_six_steps, running
 
 from regrow import wire
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core import plan_form
 
 
 def test_a_job_that_did_not_ask_for_it_restarts_warm() -> None:
@@ -105,3 +106,29 @@ def test_survivors_that_wait_tell_of_the_node_that_is_gone() -> None:
     world.wait(0.2)
     assert world.job.incidents[-1].kind == "node_lost"
     assert world.job.incidents[-1].node == "b"
+
+
+def test_what_killed_workers_left_may_be_taken_up_since_the_last_generation_that_trained() -> None:
+    world = running("a", "b")
+    first = world.generation.number
+    world.exit(0, signal=9)
+    world.wait(1)
+    assert world.generation.spec.gasp == first
+    world.exit(1, signal=9)
+    world.wait(30)
+    assert world.generation.number == first + 2
+    assert world.generation.spec.gasp == first, "the one in between took no step: the states of the first are still the newest"
+
+
+def test_what_was_left_before_somebody_went_back_on_purpose_is_refused_for_good() -> None:
+    world = running("a", "b", "c", "d")
+    start, number = world.job.frontier, world.generation.number
+    world.commit(start)
+    world.steps(start + 1, start + 3)
+    digests = {rank: "bb" if rank == 5 else "aa" for rank in range(8)}
+    world.tell(e.DigestsReported(at=world.now, job="j", generation=number, step=start + 3, digests=digests))
+    world.wait(1)
+    assert world.generation.number == number + 1
+    assert world.generation.spec.gasp == 0
+    assert world.generation.first_step_at is None
+    assert plan_form.left_since(world.generation) == number + 1, "not what the damaged one left, though this one took no step"
