@@ -225,24 +225,33 @@ def _run_user_code(worker: WorkerStart) -> int:
         failure = error
     if failure is None:
         return 0
+    _make_room_for_words()
     pause = getattr(sys.modules.get("regrow.agent.worker.failure"), "before_the_end", None)
     if pause is not None:
         pause(failure)
     light_fuse()
     trace = _user_frames(failure.__traceback__)
-    _free_descriptor()
     _write_error_file(worker.env.get("TORCHELASTIC_ERROR_FILE", ""), failure, trace)
-    with contextlib.suppress(OSError, ValueError):  # the script has closed its stderr: the error file has the traceback
+    with contextlib.suppress(OSError, ValueError):  # where it cannot be written the error file has the traceback
         sys.excepthook(type(failure), failure.with_traceback(trace), trace)
     return 1
 
 
-def _free_descriptor() -> None:
-    """What is told of a failure needs one, and the failure may be that there are no more: standard input gives its own."""
+def _make_room_for_words() -> None:
+    """What is told of a failure needs a descriptor and a stderr, and the failure may be that there are none: standard input gives its
+    descriptor where no other is left, and what a script has closed is open again, to nowhere."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError:
         os.closerange(0, 1)
+    for number in (1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
 
 
 def _run_script(script: str) -> None:

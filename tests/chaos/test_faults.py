@@ -66,14 +66,21 @@ steps = 400
 """
 
 
-def run(plan: str | Path, folder: Path, seconds: float) -> dict[str, Any]:
-    done = subprocess.run(
+OUTSIDER = Path(__file__).parent / "outsider"
+
+
+def chaos(plan: str | Path, folder: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [REGROW, "chaos", "run", str(plan), "--run-dir", str(folder / "run"), "--json"],
         capture_output=True,
         text=True,
         timeout=seconds,
         check=False,
     )
+
+
+def run(plan: str | Path, folder: Path, seconds: float) -> dict[str, Any]:
+    done = chaos(plan, folder, seconds)
     card: dict[str, Any] = json.loads(done.stdout)
     wrong = [one for one in card["marks"] if one["error"]]
     assert done.returncode == 0, (wrong, card, done.stderr[-3000:])
@@ -136,4 +143,46 @@ def test_a_slow_rank_of_the_example_is_named(tmp_path: Path) -> None:
 def test_plans_of_an_outsider(plan: str, tmp_path: Path) -> None:
     """Cases E01, E03, J01, J03, K01, K03 and K07 as somebody would play them who knows the cases and not the detectors; docs/chaos.md has the
     score of what was run."""
-    run(Path(__file__).parent / "outsider" / f"{plan}.toml", tmp_path, 880)
+    run(OUTSIDER / f"{plan}.toml", tmp_path, 880)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_the_fourth_plan_of_an_outsider(tmp_path: Path) -> None:
+    """A node whose agent stands still while its worker dies looks like one that is lost: the right node by another word."""
+    card = json.loads(chaos(OUTSIDER / "fourth.toml", tmp_path, 380).stdout)
+    wrong = [(one["error"], one["detail"]) for one in card["marks"] if one["error"] not in ("", "wrong_kind")]
+    assert not wrong
+    assert (card["num_detected"], card["num_false_alarms"]) == (11, 0)
+    assert card["num_named_right"] >= 10
+
+
+PAIR = """
+name = "pair"
+seed = 5
+[cluster]
+nodes = 2
+[job]
+script = "job.py"
+global_batch = 24
+hang_seconds = 8
+[[fault]]
+kind = "command"
+argv = ["sh", "-c", "echo sign > {root}/do-{pid}"]
+incidents = ["sdc"]
+names = "rank"
+within_seconds = 20
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_of_two_replicas_the_wrong_one_is_named_by_doing_the_step_again(tmp_path: Path) -> None:
+    """The first incident names nobody; what the step gives the second time does."""
+    (tmp_path / "plan.toml").write_text(PAIR)
+    (tmp_path / "job.py").write_text((OUTSIDER / "job.py").read_text())
+    done = chaos(tmp_path / "plan.toml", tmp_path, 180)
+    card = json.loads(done.stdout)
+    (hurt,) = card["marks"]
+    assert "no strict majority" in hurt["said"]
+    assert f"rank {hurt['rank']} was wrong the first time, on {hurt['node']}" in done.stderr, done.stderr[-3000:]
