@@ -360,6 +360,8 @@ def _gone(
     if everyone_gone and not failing:
         return None, (now + policy.takeover_seconds, "all nodes are silent at once: the observer is at fault")
     lost = Symptom(kind="node_lost", at=since, seen_at=since, cause="infrastructure", text=f"{name} {what}", node=name)
+    if failing and node is None and now < term + policy.takeover_seconds:
+        return None, (term + policy.takeover_seconds, f"{name} has not been heard by this leader yet")
     if failing:
         return msgspec.structs.replace(lost, text=f"{name} {what} and its peers' workers failed"), None
     sighted = view.sighted_at if view.sighted_at is not None else since

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
-from world import POLICY, STARTED, World, hello, killed_after_six_steps, running, spec
+from world import LOST_PEER, POLICY, STARTED, World, hello, killed_after_six_steps, running, spec
 
 from regrow import wire
 from regrow.supervisor.core import actions as a
@@ -16,11 +17,11 @@ from regrow.supervisor.core.records import Charge, LedgerRecord
 HOUR = 3600.0
 
 
-def next_leader(old: World, *, after: float = 3.0, ledger: LedgerRecord | None = None) -> World:
-    """The same job as the store tells it to the leader of the next term."""
+def next_leader(old: World, *, after: float = 3.0, ledger: LedgerRecord | None = None, greeted: tuple[str, ...] | None = None) -> World:
+    """The same job as the store tells it to the leader of the next term. `greeted`: nodes that have come back; default: all."""
     new = World(POLICY)
     new.now = old.now + after
-    for node in old.generation.spec.nodes:
+    for node in old.generation.spec.nodes if greeted is None else greeted:
         new.tell(e.NodeJoined(at=new.now, hello=hello(node)))
     members = {name: member.workers for name, member in old.generation.members.items()}
     new.tell(
@@ -146,3 +147,19 @@ def test_a_leader_that_comes_in_mid_recovery_learns_from_the_members_what_they_t
     assert incident.closed
     assert incident.restored_step == start + counted
     assert incident.frontier == start + 6
+
+
+def test_a_new_leader_loses_no_member_that_has_not_greeted_it_yet_for_a_failed_worker() -> None:
+    """Leader and worker were killed in one moment: who comes back first tells of lost peers, the others are on their way."""
+    after = next_leader(running("n0", "n1", "n2"), greeted=("n0",))
+    after.view = msgspec.structs.replace(after.view, term_at=after.now)
+    after.exit(0, exit_code=1, error=LOST_PEER)
+    after.wait(1.0)
+    assert not after.job.incidents, "nobody is lost for not having greeted yet"
+    for node in ("n1", "n2"):
+        after.tell(e.NodeJoined(at=after.now, hello=hello(node)))
+    after.exit(2, signal=9)
+    after.wait(POLICY.takeover_seconds)
+    incident = after.job.incidents[-1]
+    assert (incident.kind, incident.rank) == ("worker_exit", 2)
+    assert set(after.generation.spec.nodes) == {"n0", "n1", "n2"}
