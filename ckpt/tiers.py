@@ -24,7 +24,7 @@ class MemoryTier(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured = Measured()
     """Stall of a snapshot in memory (before the first: of a save to storage, the same copy), `write_seconds` until it is safe there."""
     failures_per_second: float = 0.0
-    """Of those that memory is enough for."""
+    """Of those that memory might serve."""
 
 
 def memory_interval(tier: MemoryTier, storage: Interval) -> TierInterval:

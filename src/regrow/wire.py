@@ -172,8 +172,9 @@ class TierRates(msgspec.Struct, frozen=True, kw_only=True):
     """Failures a second of a job by the tier that they need, for the interval of each tier."""
 
     memory: float
-    """Of which the nodes' memory is enough."""
+    """Of which the nodes' memory might be enough."""
     storage: float
+    """After which the job did not go on from memory."""
 
 
 class TierInterval(msgspec.Struct, frozen=True, kw_only=True):

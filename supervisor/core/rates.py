@@ -24,8 +24,9 @@ def failure_rate(job: JobView, now: float, *, more: int = 0) -> float:
 
 
 def tier_rates(job: JobView, now: float, *, more: int = 0) -> wire.TierRates | None:
-    """The same by tier, each from its own count: failures after which the job went on from memory, and all others (with `more`, of
-    which nobody knows yet). Both begin at the rate of all causes, so each is too high at first, never too low. None: no tier in memory."""
+    """The same by tier. Memory might serve any failure, so its rate is that of all causes (of those that it did serve it would be none
+    while it is not saved to); storage's is of those after which the job did not go on from memory, with `more`, of which nobody knows
+    yet. Each is rather too high than too low. None: no tier in memory."""
     policy = job.spec.checkpoint
     if not policy.memory_tier:
         return None
@@ -33,7 +34,7 @@ def tier_rates(job: JobView, now: float, *, more: int = 0) -> wire.TierRates | N
     served = min(job.ledger.num_from_memory, ledger.num_charges(job.ledger))
     others = ledger.num_charges(job.ledger) - served + more
     return wire.TierRates(
-        memory=ledger.posterior_rate(served, seconds, policy.prior_failures_per_hour),
+        memory=failure_rate(job, now, more=more),
         storage=ledger.posterior_rate(others, seconds, policy.prior_failures_per_hour),
     )
 
