@@ -153,7 +153,7 @@ def _kept_work(job: JobView, current: GenerationView, event: e.StepsCompleted) -
 
 
 def _takes_up_memory(current: GenerationView) -> bool:
-    return current.spec.in_place or current.spec.memory or current.spec.gasp
+    return current.spec.in_place or current.spec.memory or bool(current.spec.gasp)
 
 
 def _wrong_step(current: GenerationView, event: e.StepsCompleted) -> str:
