@@ -98,6 +98,7 @@ class BeatConnection:
         self._welcomed = False
         self._outbox = Outbox()
         self._beat_now = asyncio.Event()
+        self._unsent: list[bytes] = []
         self._pause = 0.0
         self._refused = 0.0
         self.last_beat_at: float | None = None
@@ -143,6 +144,7 @@ class BeatConnection:
         """Wait until what was sent has left this process."""
         writer = self._writer
         if writer is not None and not writer.is_closing():
+            self._send_out(writer, self._unsent)
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(limit_seconds):
                     while writer.transport.get_write_buffer_size():  # noqa: ASYNC110  # the transport has no such event
@@ -182,6 +184,7 @@ class BeatConnection:
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES, ssl=tls)
         self._writer = writer
+        self._unsent = []
         _tune(writer)
         try:
             security.expect_role(writer, "supervisor")
@@ -233,7 +236,18 @@ class BeatConnection:
                     await self._beat_now.wait()
 
     def _write(self, writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-        writer.write(wire.encode(message))
+        """What one turn of the loop has to say goes out together: the leader wakes once for it."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_out, writer, self._unsent)
+        self._unsent.append(wire.encode(message))
+
+    def _send_out(self, writer: asyncio.StreamWriter, unsent: list[bytes]) -> None:
+        """`unsent`: of the session that `writer` belongs to."""
+        data = b"".join(unsent)
+        unsent.clear()
+        if not data or writer.is_closing():
+            return
+        writer.write(data)
         if writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             _log.warning("the leader does not read: connection dropped")
             writer.transport.abort()

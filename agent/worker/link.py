@@ -15,6 +15,11 @@ from regrow import wire
 
 _log = logging.getLogger("regrow.worker")
 
+HOLD_SECONDS = 0.05
+"""Step reports of short steps go out together, at most this far apart: each wakes the agent and the leader. What they hold is also in the
+progress word, which the agent reads by itself when this process does not come to its next boundary."""
+SETTLE_SECONDS = 5.0
+"""In the first seconds of a generation nothing is held: a recovery ends with a report."""
 RECONNECT_SECONDS = 0.2
 """Least time between two attempts to reach an agent that is away."""
 MAX_QUEUED_BYTES = 4 * 1024 * 1024
@@ -40,6 +45,7 @@ class AgentLink:
         self._kept: list[bytes] = []
         self._incoming = bytearray()
         self._next_attempt = 0.0
+        self._flushed_at = monotonic() + SETTLE_SECONDS - HOLD_SECONDS
         self.connections = 0
         """How often a connection was made; more than 1 after an agent's restart."""
 
@@ -49,7 +55,8 @@ class AgentLink:
         return self._socket is not None
 
     def send(self, message: msgspec.Struct, *, keep: bool = False, droppable: bool = False) -> None:
-        """Queue a line and send what the socket takes. `keep`: sent again after each reconnection."""
+        """Queue a line and send what the socket takes. `keep`: sent again after each reconnection. `droppable`: may wait for the next
+        one, `HOLD_SECONDS` at most, and is the first to go when the agent is away for long."""
         if not self._path:
             return
         line = wire.encode(message)
@@ -58,6 +65,10 @@ class AgentLink:
         self._queue.append((line, droppable))
         self._queued_bytes += len(line)
         self._shed()
+        now = self._monotonic()
+        if droppable and 0.0 <= now - self._flushed_at < HOLD_SECONDS:
+            return
+        self._flushed_at = max(self._flushed_at, now)
         self.flush()
 
     def receive(self) -> list[wire.Control]:

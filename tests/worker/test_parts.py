@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -184,6 +185,45 @@ def test_kept_lines_come_again_after_a_reconnection(tmp_path: Path) -> None:
     assert [line.phase for line in got[1:]] == ["imported", "finished"]
     assert link.connections == 2
     link.close()
+
+
+def test_reports_of_short_steps_go_out_together_and_nothing_else_waits(tmp_path: Path) -> None:
+    """(seconds since the process began, what is said, lines that the agent has by then)"""
+    table: list[tuple[float, int | str, int]] = [
+        (0.00, 1, 1),  # at first nothing waits: a recovery ends with a report
+        (0.01, 2, 2),
+        (4.94, 3, 3),
+        (4.96, 4, 3),
+        (4.98, 5, 3),
+        (5.01, 6, 6),
+        (5.02, 7, 6),
+        (5.03, "save", 8),  # and takes along what waited
+        (5.05, 8, 8),
+        (5.09, 9, 10),
+        (5.30, 10, 11),  # longer steps are told one by one
+        (5.60, 11, 12),
+    ]
+    now = [0.0]
+    with listen(tmp_path / "s") as listener:
+        link = AgentLink(str(tmp_path / "s"), monotonic=lambda: now[0])
+        link.flush()
+        with listener.accept()[0] as agent:
+            agent.setblocking(False)
+            received = 0
+            for at, said, expected in table:
+                now[0] = at
+                if isinstance(said, int):
+                    link.send(wire.StepReport(generation=1, rank=0, step=said), droppable=True)
+                else:
+                    link.send(phase(said))
+                with contextlib.suppress(BlockingIOError):
+                    received += agent.recv(1 << 20).count(b"\n")
+                assert received == expected, (at, said)
+            now[0] = 5.61
+            link.send(wire.StepReport(generation=1, rank=0, step=12), droppable=True)
+            assert link.drain(1.0), "the last words of a process take along what waits"
+            assert agent.recv(1 << 20).count(b"\n") == 1
+        link.close()
 
 
 def test_a_slow_agent_never_blocks_and_loses_step_reports_only(tmp_path: Path) -> None:
