@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/overhead.py --json            # forty turns each, about four minutes on two idle cores
     .venv/bin/python benchmarks/overhead.py --quick --json    # sixteen turns each, two minutes
+    .venv/bin/python benchmarks/overhead.py --quick --width 128 --batch 8 --pause 0.2 --json    # the CPU waits, as it does for a GPU
 
 Plain data parallelism on two ranks, one on each of two agents, so that each rank has a core; steps of 16 ms here, of 0.23 s with --batch 8192. Both
 systems stand all the time; a file says whose turn it is (a few seconds), and only steps that lie within a turn count. Under Regrow
@@ -88,14 +89,14 @@ def measure(root: Path, turns: int, seconds: float, deadline: float, size: tuple
     """Both systems, started one after the other."""
     turn = root / "turn"
     give(turn, "regrow")
-    flags = ("--turn", f"{turn}:regrow", "--pause", "0", *size)
+    flags = ("--turn", f"{turn}:regrow", *size)
     waits = {"REGROW_POLICY_HANG_FLOOR_SECONDS": "300"}  # while it is the other's turn it makes no progress
     script = light(root / "regrow", flags)
     ours = Regrow(root / "regrow", deadline, "--global-batch", "64", script=script, nodes=RANKS, slots=1, **waits)
     with running(ours):
         started(ours)
         give(turn, "torchrun")
-        flags = ("--turn", f"{turn}:torchrun", "--pause", "0", *size)
+        flags = ("--turn", f"{turn}:torchrun", *size)
         with running(Torchrun(root / "torchrun", deadline, shared=False, nodes=RANKS, slots=1, flags=flags)) as theirs:
             started(theirs)
             cpu, began = daemons_cpu(ours), time.monotonic()
@@ -131,13 +132,14 @@ def main() -> None:
     parser.add_argument("--turn-seconds", type=float, default=2.5)
     parser.add_argument("--width", type=int, default=2048, help="of the model")
     parser.add_argument("--batch", type=int, default=512, help="samples of a rank in a step")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of a step in which the CPU waits, as it does for a GPU")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + (225.0 if args.quick else 1800.0)
     root = Path(tempfile.mkdtemp(prefix="rg-"))
     try:
-        size = ("--width", str(args.width), "--batch", str(args.batch))
+        size = ("--width", str(args.width), "--batch", str(args.batch), "--pause", str(args.pause))
         found = measure(root, args.turns or (16 if args.quick else 40), args.turn_seconds, deadline, size)
     finally:
         shutil.rmtree(root, ignore_errors=True)

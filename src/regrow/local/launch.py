@@ -13,6 +13,10 @@ from regrow.local.api import SupervisorClient
 from regrow.local.live import LiveView
 
 _SETTLE_SECONDS = 0.1
+_STEADY_SECONDS = 10.0
+"""Nothing happened for so long: the job is asked less often."""
+_SELDOM = 3.0
+"""By this factor: training has this core, too."""
 ENDED = ("done", "failed", "stopped")
 FIRST_TOLD = 2
 """Void saves in a row: one by itself may have been overtaken by the next."""
@@ -37,6 +41,9 @@ class Follower:
 
     async def follow(self) -> dict[str, Any]:
         """Poll until the job ends; its last document."""
+        loop = asyncio.get_running_loop()
+        known: tuple[Any, ...] = ()
+        since = loop.time()
         while True:
             self.document = await self._api.get(f"/v1/jobs/{self._job}")
             self._view.update(self.document)
@@ -46,7 +53,11 @@ class Follower:
                 self._changed.notify_all()
             if self.document.get("state") in ENDED:
                 return self.document
-            await asyncio.sleep(self._period_seconds)
+            now = (self.document.get("state"), self.document.get("generation"), len(self.document.get("incidents") or ()))
+            if now != known:
+                known, since = now, loop.time()
+            steady = now[0] == "running" and loop.time() - since > _STEADY_SECONDS
+            await asyncio.sleep(self._period_seconds * (_SELDOM if steady else 1.0))
 
     async def until(self, condition: Any, what: str, limit_seconds: float) -> dict[str, Any]:
         """Wait until `condition(document)` holds.
