@@ -12,7 +12,7 @@ from regrow.ckpt.interval import Bounds, Controller, Interval, Measured
 from regrow.wire import TierInterval
 
 MAX_STALL_RATIO = 0.003
-"""Share of the time that snapshots in memory may take (ADR 18)."""
+"""Share of the time that snapshots in memory may take (ADR 19)."""
 OFF = 0.0
 
 
