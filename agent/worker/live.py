@@ -180,7 +180,9 @@ class LiveState:
         if source is None:
             source = self._reshape(held, offers, oldest, tensors, names, spec, rank, exchange, group)
             if source is None:
-                told = "no whole state in memory (steps held: %s): what came after step %d, or a later snapshot in memory, is computed again"
+                told = (
+                    "no whole state in memory (steps held: %s): what came after step %d, or a later snapshot in memory, is computed again"
+                )
                 _log.log(logging.WARNING if rank == 0 else logging.INFO, told, [offer.step for offer in offers], oldest)
             return source
         local = {name: flatten.local_of(value) for name, value in tensors.items()}
