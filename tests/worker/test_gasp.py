@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,19 @@ def test_a_state_in_the_middle_of_an_update_is_void() -> None:
     held = worker.held()
     worker.live.updating()
     assert not worker.live.still(held)
+
+
+def test_memory_that_changed_since_it_was_left_is_not_taken(writer: WriterProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill: Callable[..., str] = vars(bequest)["_fill"]
+
+    def flipped(memory: mmap.mmap, *args: object) -> str:
+        digest = fill(memory, *args)
+        memory[5] ^= 1
+        return digest
+
+    monkeypatch.setattr(bequest, "_fill", flipped)
+    assert bequest.leave(Worker().held(), place(writer, 1), lambda: True)
+    assert bequest.inherit(place(writer, 2)) is None
 
 
 def test_a_worker_that_is_killed_while_it_copies_leaves_nothing_and_takes_nothing_away(writer: WriterProcess) -> None:
