@@ -181,7 +181,7 @@ def test_a_peer_that_dies_while_all_restore_says_nothing_of_the_checkpoint(error
         told.append(message)
 
     link = SimpleNamespace(send=send, drain=lambda _: None)
-    spec = SimpleNamespace(restore=wire.RestorePoint(step=3, directory="d"), in_place=False)
+    spec = SimpleNamespace(restore=wire.RestorePoint(step=3, directory="d"), in_place=False, gasp=0)
     run = SimpleNamespace(environment=SimpleNamespace(supervised=True, generation=2, rank=0, spec=spec, world_size=2), supervised=True)
 
     def restore(_: wire.RestorePoint) -> int:
