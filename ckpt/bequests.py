@@ -11,10 +11,13 @@ import logging
 
 from regrow.ckpt.arenas import Arena
 from regrow.ckpt.channel import ServerChannel
+from regrow.ckpt.copies import spare_memory
 from regrow.ckpt.protocol import Bequeath, Bequeathed, Bequest, HeldAll, Inherit, Inherited, Ready, Rejected
 
 KEEP_SECONDS = 900.0
 """Nobody came for it within this: the memory is given back."""
+SPARE_RATIO = 1.5
+"""A state is taken only where so many times its bytes can be spared: the host must not run out of memory for it."""
 log = logging.getLogger("regrow.ckpt.writer")
 
 Message = Bequeath | Bequeathed | Inherit | Inherited
@@ -71,6 +74,9 @@ class Bequests:
         known = self._left.get((order.job, order.slot))
         if known is not None and known[0].generation >= order.generation:
             channel.send(Rejected(reason=f"generation {known[0].generation} has left its state here", fenced=True))
+            return
+        if spare_memory() < SPARE_RATIO * order.num_bytes:
+            channel.send(Rejected(reason=f"{order.num_bytes} bytes, and memory is short"))
             return
         try:
             arena = await asyncio.to_thread(Arena, order.num_bytes)

@@ -5,12 +5,12 @@ The form is that of `live.Held`: data of the tensors side by side, then a head i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,8 +32,6 @@ LIMIT_SECONDS = 2.0
 BYTES_PER_SECOND = 1e9
 """Of allocation, copy and digest together, on the safe side: what a copy is expected to take is told to the agent."""
 _ALIGNMENT = 64
-_SPARE_RATIO = 1.5
-"""A state is left only where so many times its bytes are free: the host must not run out of memory for it."""
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -93,29 +91,20 @@ def leave(held: Held, place: Place, still: Callable[[], bool]) -> bool:
         )
     )
     num_bytes = end + len(head)
-    if _available_bytes() < _SPARE_RATIO * num_bytes:
-        _log.warning("state of step %d not left: %d bytes, and memory is short", held.step, num_bytes)
-        return False
     try:
-        channel = WorkerChannel(place.writer, timeout_seconds=LIMIT_SECONDS)
+        with _writer_of(place) as channel:
+            channel.send(Bequeath(job=place.spec.job, generation=place.spec.generation, slot=place.slot, num_bytes=num_bytes))
+            memory = _granted(channel)
+            if memory is None:
+                return False
+            digest = _fill(memory, held, tensors, end, head)
+            if not still():
+                _log.warning("state of step %d not left: it was written to while it was copied", held.step)
+                return False
+            channel.send(Bequeathed(step=held.step, head_bytes=len(head), digest=digest))
     except OperationalError as error:
         _log.info("state of step %d not left: %s", held.step, error.what)
         return False
-    try:
-        channel.send(Bequeath(job=place.spec.job, generation=place.spec.generation, slot=place.slot, num_bytes=num_bytes))
-        memory = _granted(channel)
-        if memory is None:
-            return False
-        digest = _fill(memory, held, tensors, end, head)
-        if not still():
-            _log.warning("state of step %d not left: it was written to while it was copied", held.step)
-            return False
-        channel.send(Bequeathed(step=held.step, head_bytes=len(head), digest=digest))
-    except OperationalError as error:
-        _log.info("state of step %d not left: %s", held.step, error.what)
-        return False
-    finally:
-        channel.close()
     return True
 
 
@@ -123,16 +112,11 @@ def inherit(place: Place) -> Held | None:
     """What a worker of this place left, where it continues the restore point of this generation; None: nothing."""
     point = place.spec.restore
     try:
-        channel = WorkerChannel(place.writer, timeout_seconds=LIMIT_SECONDS)
+        with _writer_of(place) as channel:
+            channel.send(Inherit(job=place.spec.job, slot=place.slot))
+            found, memory = _received(channel)
     except OperationalError:
         return None
-    try:
-        channel.send(Inherit(job=place.spec.job, slot=place.slot))
-        found, memory = _received(channel)
-    except OperationalError:
-        return None
-    finally:
-        channel.close()
     if found is None or memory is None:
         return None
     if xxhash.xxh3_128_hexdigest(memory) != found.digest:
@@ -158,16 +142,12 @@ def inherit(place: Place) -> Held | None:
 
 def inherited(place: Place) -> None:
     """It was taken up: this process holds the state now."""
-    try:
-        channel = WorkerChannel(place.writer, timeout_seconds=LIMIT_SECONDS)
-    except OperationalError:
-        return  # with the writer its memory is gone
-    try:
+    with contextlib.suppress(OperationalError), _writer_of(place) as channel:  # with the writer its memory is gone
         channel.send(Inherited(job=place.spec.job, slot=place.slot))
-    except OperationalError:
-        return
-    finally:
-        channel.close()
+
+
+def _writer_of(place: Place) -> contextlib.closing[WorkerChannel]:
+    return contextlib.closing(WorkerChannel(place.writer, timeout_seconds=LIMIT_SECONDS))
 
 
 def _continues(head: _Head, generation: int, point: wire.RestorePoint | None, ours: int) -> bool:
@@ -242,12 +222,3 @@ def _received(channel: WorkerChannel) -> tuple[Bequest | None, mmap.mmap | None]
                     os.close(handle)
                 found = message
     return None, None
-
-
-def _available_bytes() -> float:
-    """Memory that can be had without pushing anything out; infinite where the host does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return float("inf")
-    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), float("inf"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from tests.ckpt.conftest import WriterProcess
 from regrow import wire
 from regrow.agent.worker import bequest
 from regrow.agent.worker.live import Held, LiveState
-from regrow.ckpt.channel import WorkerChannel
-from regrow.ckpt.protocol import Bequeath
+from regrow.ckpt.bequests import Bequests
+from regrow.ckpt.channel import ServerChannel, WorkerChannel
+from regrow.ckpt.protocol import Bequeath, Ready, Rejected
 from regrow.ids import MeshShape
 
 POINT = wire.RestorePoint(step=1, directory="/c/step-1", generation=1)
@@ -130,6 +132,16 @@ def test_what_does_not_continue_the_leaders_choice_is_not_taken(
     assert bequest.inherit(place(writer, generation, point)) is None
     assert bequest.inherit(place(writer, 3, since=2)) is None, "a generation in between went back on purpose"
     assert bequest.inherit(place(writer, 2)) is not None
+
+
+@pytest.mark.parametrize(("spare", "answer"), [(149, Rejected), (150, Ready)])
+async def test_memory_that_the_node_cannot_spare_is_refused(spare: int, answer: type[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regrow.ckpt.bequests.spare_memory", lambda: spare)
+    channel, bequests = Mock(spec=ServerChannel), Bequests()
+    await bequests.hear(channel, Bequeath(job="toy", generation=1, slot=0, num_bytes=100))
+    (call,) = channel.send.call_args_list
+    assert type(call.args[0]) is answer
+    bequests.close()
 
 
 def test_without_a_writer_nothing_is_left_and_nobody_fails(tmp_path: Path) -> None:
