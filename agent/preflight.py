@@ -20,6 +20,7 @@ from regrow.agent.health.burnin_result import CheckResult
 from regrow.agent.health.history import History
 from regrow.agent.health.preflight_report import SLOW, UNFINISHED, Preflight
 from regrow.agent.health.prober import Prober
+from regrow.processes import stat_fields
 
 _BURNIN = "regrow.agent.health.burnin"
 _LOOK_SECONDS = 0.5
@@ -118,7 +119,7 @@ class Pulse:
         """Look; has anything moved in the last `seconds`? True of a process that has just ended: what it said is yet to be read."""
         now = time.monotonic()
         try:
-            fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            fields = stat_fields(self._pid)
             moved = f"{fields[11:13]} {Path(f'/proc/{self._pid}/io').read_text(encoding='ascii')}"
         except OSError:
             return True

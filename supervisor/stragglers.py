@@ -62,7 +62,6 @@ class _Cusum:
         self.center = np.zeros(count)
         self.noise = np.ones(count)
         self.alarmed = np.zeros(count, dtype=bool)
-        self.num_alarmed = 0
         self.smooth = np.zeros(count)
 
     def learn(self, history: Values, floor: float) -> None:
@@ -82,13 +81,12 @@ class _Cusum:
         self.smooth += (scores - self.smooth) / CLEAR_STEPS
         fresh = (self.sums > LIMIT) & ~self.alarmed
         alarms, back = [], []
-        if self.num_alarmed or fresh.any():
+        if fresh.any() or self.alarmed.any():
             self.smooth[fresh] = scores[fresh]
             gone = self.alarmed & (self.smooth < CLEAR_BELOW)
             self.alarmed = (self.alarmed | fresh) & ~gone
             self.sums[gone] = 0.0
             alarms, back = np.nonzero(fresh)[0].tolist(), np.nonzero(gone)[0].tolist()
-            self.num_alarmed = int(self.alarmed.sum())
         quiet = (self.sums == 0.0) & ~self.alarmed
         self.center += np.where(quiet, _FORGET * np.minimum(np.maximum(away, -self.noise), self.noise), 0.0)
         return alarms, back

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -46,40 +46,72 @@ def worker(family: psutil.Process, name: str) -> psutil.Process | None:
     return None
 
 
-@pytest.mark.parametrize("script", ["hf_trainer", "lightning_fit", "accelerate_loop"])
-async def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, python: str, processes: Any, tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
-    log = os.open(tmp_path / "run.log", os.O_CREAT | os.O_WRONLY)
-    launched = await asyncio.create_subprocess_exec(
-        *(python, "-m", "regrow", "run", "--plain", "--local", "2", "--nproc-per-node", "1", "--job", "fit", "--run-dir", str(run)),
-        *(str(ROOT / f"examples/{script}.py"), "--output", str(out), "--steps", "600", "--save-every", "20"),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=log,
-        stderr=log,
-        cwd=tmp_path,
-    )
-    os.close(log)
+class Launched:
+    """`regrow run` of an example on two local agents, its output in a log; what rank 0 wrote in each generation."""
 
-    def text(generation: int) -> str:
-        path = run / f"nodes/n0/jobs/fit/g{generation}/rank0.out"
+    def __init__(self, python: str, folder: Path, script: str, *arguments: str, slots: int = 1, options: tuple[str, ...] = ()) -> None:
+        self._run = folder
+        self._log = folder.with_suffix(".log")
+        self._command = (
+            *(python, "-m", "regrow", "run", "--plain", "--local", "2", "--nproc-per-node", str(slots), "--job", "fit"),
+            *("--run-dir", str(folder), *options, str(ROOT / f"examples/{script}.py"), *arguments),
+        )
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        log = os.open(self._log, os.O_CREAT | os.O_WRONLY)
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, cwd=self._run.parent
+        )
+        os.close(log)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.process.terminate()
+            await self.process.wait()
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        """The launcher."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def log(self) -> str:
+        """All that it printed."""
+        return self._log.read_text(encoding="utf-8")
+
+    def text(self, generation: int) -> str:
+        """Output of rank 0."""
+        path = self._run / f"nodes/n0/jobs/fit/g{generation}/rank0.out"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
-    try:
-        await processes.until(lambda: launched.returncode is not None or "step=50 " in text(1), "it trains")
-        assert launched.returncode is None, (tmp_path / "run.log").read_text(encoding="utf-8")
-        victim = worker(psutil.Process(launched.pid), "rank1.out")
-        assert victim is not None
+    def kill(self, rank: int) -> None:
+        """SIGKILL a worker."""
+        victim = worker(psutil.Process(self.process.pid), f"rank{rank}.out")
+        assert victim is not None, self.log
         victim.kill()
-        assert await asyncio.wait_for(launched.wait(), 400) in (0, 3), (tmp_path / "run.log").read_text(encoding="utf-8")
-    finally:
-        if launched.returncode is None:
-            launched.terminate()
-            await launched.wait()
-    steps = [int(step) for step in re.findall(r"^step=(\d+) world=2", text(2), re.MULTILINE)]
+
+    async def ends(self) -> None:
+        """To its end, at which the job is done."""
+        assert await asyncio.wait_for(self.process.wait(), 400) in (0, 3), self.log
+
+
+@pytest.mark.parametrize("script", ["hf_trainer", "lightning_fit", "accelerate_loop"])
+async def test_a_trainer_goes_on_from_its_own_checkpoint(script: str, python: str, processes: Any, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    async with Launched(python, tmp_path / "run", script, "--output", out, "--steps", "600", "--save-every", "20") as job:
+        await processes.until(lambda: job.process.returncode is not None or "step=50 " in job.text(1), "it trains")
+        assert job.process.returncode is None, job.log
+        job.kill(1)
+        await job.ends()
+        text = job.text(2)
+    steps = [int(step) for step in re.findall(r"^step=(\d+) world=2", text, re.MULTILINE)]
     assert steps[0] % 20 == 1  # the step after a checkpoint of the trainer's own
     assert steps[0] > 20
     assert steps == list(range(steps[0], 601))
-    assert "finished step=600" in text(2)
+    assert "finished step=600" in text
 
 
 async def test_megatron_core_under_tensor_parallelism_goes_on_from_its_own_checkpoint(python: str, processes: Any, tmp_path: Path) -> None:
@@ -87,35 +119,14 @@ async def test_megatron_core_under_tensor_parallelism_goes_on_from_its_own_check
 
     async def run(name: str, *, kill: bool) -> list[dict[int, str]]:
         """{step: loss} of each generation."""
-        folder = tmp_path / name
-        log = os.open(tmp_path / f"{name}.log", os.O_CREAT | os.O_WRONLY)
-        launched = await asyncio.create_subprocess_exec(
-            *(python, "-m", "regrow", "run", "--plain", "--local", "2", "--nproc-per-node", "2", "--job", "fit", "--run-dir", str(folder)),
-            *(str(ROOT / "examples/megatron_gpt.py"), "--output", str(tmp_path / f"{name}-out"), "--steps", "120", "--save-every", "20"),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            cwd=tmp_path,
-        )
-        os.close(log)
-
-        def text(generation: int) -> str:
-            path = folder / f"nodes/n0/jobs/fit/g{generation}/rank0.out"
-            return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-        try:
+        arguments = ("--output", str(tmp_path / f"{name}-out"), "--steps", "120", "--save-every", "20")
+        async with Launched(python, tmp_path / name, "megatron_gpt", *arguments, slots=2) as job:
             if kill:
-                await processes.until(lambda: launched.returncode is not None or "step=50 " in text(1), "it trains")
-                victim = worker(psutil.Process(launched.pid), "rank3.out")
-                assert victim is not None, (tmp_path / f"{name}.log").read_text(encoding="utf-8")
-                victim.kill()
-            assert await asyncio.wait_for(launched.wait(), 400) in (0, 3), (tmp_path / f"{name}.log").read_text(encoding="utf-8")
-        finally:
-            if launched.returncode is None:
-                launched.terminate()
-                await launched.wait()
+                await processes.until(lambda: job.process.returncode is not None or "step=50 " in job.text(1), "it trains")
+                job.kill(3)
+            await job.ends()
         pattern = re.compile(r"^step=(\d+) world=4 loss=(\S+)$", re.MULTILINE)
-        return [{int(step): loss for step, loss in pattern.findall(text(generation))} for generation in (1, 2)]
+        return [{int(step): loss for step, loss in pattern.findall(job.text(generation))} for generation in (1, 2)]
 
     (twin, _), (_, seen) = await run("twin", kill=False), await run("seen", kill=True)
     assert sorted(twin) == list(range(1, 121))
@@ -134,34 +145,16 @@ async def test_a_trainer_on_our_checkpoints_does_not_notice_a_kill(script: str, 
     batch, micro = LEVEL2[script]
 
     async def run(name: str, *, kill: bool) -> dict[int, dict[int, str]]:
-        folder = tmp_path / name
-        log = os.open(tmp_path / f"{name}.log", os.O_CREAT | os.O_WRONLY)
-        launched = await asyncio.create_subprocess_exec(
-            *(python, "-m", "regrow", "run", "--plain", "--local", "2", "--nproc-per-node", "1", "--job", "fit", "--run-dir", str(folder)),
-            *("--global-batch", batch, "--micro-batch", micro, str(ROOT / f"examples/{script}.py"), "--steps", "300"),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            cwd=tmp_path,
-        )
-        os.close(log)
-
-        def text(generation: int) -> str:
-            path = folder / f"nodes/n0/jobs/fit/g{generation}/rank0.out"
-            return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-        try:
+        options = ("--global-batch", batch, "--micro-batch", micro)
+        async with Launched(python, tmp_path / name, script, "--steps", "300", options=options) as job:
             if kill:
-                committed = folder / "checkpoints"
-                await processes.until(lambda: launched.returncode is not None or any(committed.glob("step-*/record.json")), "a checkpoint")
-                victim = worker(psutil.Process(launched.pid), "rank1.out")
-                assert victim is not None, (tmp_path / f"{name}.log").read_text(encoding="utf-8")
-                victim.kill()
-            assert await asyncio.wait_for(launched.wait(), 400) in (0, 3), (tmp_path / f"{name}.log").read_text(encoding="utf-8")
-        finally:
-            if launched.returncode is None:
-                launched.terminate()
-                await launched.wait()
+                committed = tmp_path / name / "checkpoints"
+                await processes.until(
+                    lambda: job.process.returncode is not None or any(committed.glob("step-*/record.json")), "a checkpoint"
+                )
+                job.kill(1)
+            await job.ends()
+        text = job.text
         steps = {
             generation: {int(step): loss for step, loss in re.findall(r"^step=(\d+) world=2 loss=(\S+)$", text(generation), re.MULTILINE)}
             for generation in (1, 2, 3)
