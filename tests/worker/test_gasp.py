@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -142,6 +143,16 @@ async def test_memory_that_the_node_cannot_spare_is_refused(spare: int, answer: 
     (call,) = channel.send.call_args_list
     assert type(call.args[0]) is answer
     bequests.close()
+
+
+async def test_memory_of_a_worker_that_did_not_come_to_its_end_is_given_back() -> None:
+    channel, bequests = Mock(spec=ServerChannel), Bequests()
+    await bequests.hear(channel, Bequeath(job="toy", generation=1, slot=0, num_bytes=100))
+    _, (handle,) = channel.send.call_args.args
+    assert os.fstat(handle).st_size
+    bequests.gone(channel)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
 
 
 def test_without_a_writer_nothing_is_left_and_nobody_fails(tmp_path: Path) -> None:
