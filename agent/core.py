@@ -13,7 +13,7 @@ from typing import assert_never
 import msgspec
 
 from regrow import wire
-from regrow.agent import lastwords, reports
+from regrow.agent import changeover, lastwords, reports
 from regrow.agent import machine as m
 
 _change = msgspec.structs.replace
@@ -36,6 +36,8 @@ def react(state: m.NodeState, event: m.Event, at: float) -> m.Outcome:
             outcome = _start_failed(state, event)
         case m.Exited():
             outcome = _exited(state, event, at)
+        case m.Moved():
+            outcome = changeover.moved(state, event, at)
         case m.Adopted():
             outcome = _adopted(state, event, at)
         case m.Said():
@@ -130,40 +132,13 @@ def _start(state: m.NodeState, order: wire.StartGeneration, at: float) -> m.Outc
     fenced = wire.GenerationPhase(job=job, generation=number, phase="fenced")
     following = m.Local(order=order, ordered_at=at, told={"fenced": fenced})
     effects: list[m.Effect] = [m.Persist(fences), m.Send(fenced)]
-    kept = _keepable(state.current, order)
+    kept = changeover.keepable(state.current, order)
     if kept and state.current is not None:
-        following, launch = _keep(state.current, following, kept, at + state.regroup_seconds)
+        following, launch = changeover.keep(state.current, following, kept, at + state.regroup_seconds)
         return _change(state, fences=fences, current=following, following=None), (*effects, m.Send(following.told["stopped"]), launch)
     state = _change(state, fences=fences, following=following)
     state, kills = lastwords.ask(state, order, at) or _kill_current(state, at)
     return state, (*effects, *kills)
-
-
-def _keepable(local: m.Local | None, order: wire.StartGeneration) -> dict[int, int]:
-    """{rank: rank now} of the workers that can go on in the ordered generation without a new process."""
-    if local is None or not order.spec.in_place or local.job != order.spec.job or local.stage != "running":
-        return {}
-    if local.kill_deadline is not None or local.term_deadline is not None:
-        return {}
-    now = {worker.local_rank: worker.rank for worker in local.order.workers}
-    found = {worker.rank: now[worker.local_rank] for worker in order.workers if worker.local_rank in now}
-    return {rank: old for rank, old in found.items() if old in local.live and old in local.watched and old in local.pids}
-
-
-def _keep(local: m.Local, following: m.Local, kept: dict[int, int], deadline: float) -> tuple[m.Local, m.Launch]:
-    """The next generation with workers of this one: nothing is stopped; the rest is killed by the shim as it starts."""
-    stopped = wire.GenerationPhase(job=following.job, generation=following.generation, phase="stopped", detail={"kept": len(kept)})
-    pids = {rank: local.pids[old] for rank, old in kept.items()}
-    following = _change(
-        following,
-        stage="starting",
-        kept=kept,
-        before=local.generation,
-        regroup_deadline=deadline,
-        pids=pids,
-        told=following.told | {"stopped": stopped},
-    )
-    return following, m.Launch(following.order, before=local.generation, kept=kept, pids=pids)
 
 
 def _kill_current(state: m.NodeState, at: float) -> m.Outcome:
@@ -319,7 +294,7 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
     """Start what waited for an end; act on deadlines."""
     state, more = _next(state, at)
     effects += more
-    state, more = _regroup_due(state, at)
+    state, more = changeover.due(state, at)
     effects += more
     local = state.current
     if local is not None and (lastwords.are_over(local, at) or (local.term_deadline is not None and at >= local.term_deadline)):
@@ -338,23 +313,6 @@ def _due(state: m.NodeState, effects: tuple[m.Effect, ...], at: float) -> m.Outc
         state, more = _quit(state, 0, f"{state.leaving.reason}: nobody needs this node, or the notice is over")
         effects += more
     return state, effects
-
-
-def _regroup_due(state: m.NodeState, at: float) -> m.Outcome:
-    """Who was to change over and does not is replaced; who is on his way gets more time, once."""
-    local = state.current
-    if local is None or local.regroup_deadline is None or (at < local.regroup_deadline and not local.kept.keys() <= local.attached):
-        return state, ()
-    late = frozenset(local.kept.keys() - local.attached) & local.live
-    if local.stage == "starting" and late:  # the order to change over has not gone out yet
-        return _change(state, current=_change(local, regroup_deadline=at + state.regroup_seconds)), ()
-    patient = frozenset[int]() if local.regroup_last else late & local.changing
-    stuck = late - patient
-    more = state.regroup_seconds * (state.regroup_factor - 1)
-    kept = {rank: old for rank, old in local.kept.items() if rank not in stuck}
-    changed = _change(local, regroup_deadline=at + more if patient else None, regroup_last=bool(patient), kept=kept)
-    replace = (m.Replace(local.order, stuck, local.before, local.kept, local.pids),) if stuck and local.stage == "running" else ()
-    return _change(state, current=changed), replace
 
 
 def _next(state: m.NodeState, at: float) -> m.Outcome:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -26,6 +27,11 @@ _log = logging.getLogger("regrow.agent")
 
 _EVIDENCE_SECONDS = 2.0
 """A recovery waits no longer than this for the stacks of a rank that is about to be killed."""
+
+_STOP_LOOKS = 200
+"""One a millisecond, until a process that was sent SIGSTOP stands; one that waits for a disk may not."""
+_READ_TURNS = 4
+"""Of the event loop, until what lies in a socket has been read and taken note of: it is seen, given to its reader, decoded."""
 
 _ShimOrder = m.Kill | m.Launch | m.Replace | m.Forget
 
@@ -165,9 +171,16 @@ class Dispatcher:
         agent, order = self._agent, replace.order
         spec = order.spec
         starts = layout.worker_starts(agent.paths, order, agent.settings.node, self._environ)
-        late = tuple(start for start in starts if start.rank in replace.ranks)
         await asyncio.gather(*(self._explain(replace, rank) for rank in sorted(replace.ranks)))
-        _log.warning("in place: ranks %s of generation %d did not change over in time: forked anew", sorted(replace.ranks), spec.generation)
+        moved = await self._moved(replace)
+        stuck = replace.ranks - moved.keys()
+        if moved:
+            _log.info("in place: ranks %s of generation %d came out of their step after all", sorted(moved), spec.generation)
+            agent.feed(m.Moved(job=spec.job, generation=spec.generation, ranks=moved))
+        if not stuck:
+            return
+        late = tuple(start for start in starts if start.rank in stuck)
+        _log.warning("in place: ranks %s of generation %d did not change over in time: forked anew", sorted(stuck), spec.generation)
         try:
             state = await agent.launcher.replace(ReplaceWorkers(id=0, job=spec.job, generation=spec.generation, workers=late))
         except OperationalError as error:
@@ -175,6 +188,31 @@ class Dispatcher:
             return
         pids = {worker.rank: worker.pid for worker in state.workers}
         agent.feed(m.Started(job=spec.job, generation=spec.generation, pids=pids, detail={"method": "in_place", "replaced": len(late)}))
+
+    async def _moved(self, replace: m.Replace) -> dict[int, int]:
+        """{rank: rank before} of those that are on their way by now: the signal that asked for a stack ends a system call, and whoever was
+        held in one joins the new generation in the next milliseconds. Killed there, it would take its peers' connections with it. So all
+        are stopped first; what they had said by then is read, and who moved goes on.
+        """
+        stopped: list[int] = []
+        for rank in sorted(replace.ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(replace.pids[rank], signal.SIGSTOP)
+                stopped.append(replace.pids[rank])
+        for _ in range(_STOP_LOOKS):
+            if not any(process_state(pid) in ("R", "S") for pid in stopped):
+                break
+            await asyncio.sleep(0.001)
+        for _ in range(_READ_TURNS):
+            await asyncio.sleep(0)
+        local = self._agent.state.current
+        if local is None or (local.job, local.generation) != (replace.order.spec.job, replace.order.spec.generation):
+            return {}
+        came = replace.ranks & (local.attached | (local.changing - replace.changing))
+        for rank in came:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(replace.pids[rank], signal.SIGCONT)
+        return {rank: replace.kept[rank] for rank in came}
 
     async def _explain(self, replace: m.Replace, rank: int) -> None:
         """Keep the stacks of a rank that is about to be killed, and say where it is."""

@@ -183,6 +183,15 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True):
     """They died with their shim; when we were stopping them, so much the better."""
 
 
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that were to be replaced had come out of their step before they could be killed: they go on."""
+
+    job: str
+    generation: int
+    ranks: dict[int, int]
+    """{rank: rank in the generation before}."""
+
+
 class Adopted(msgspec.Struct, frozen=True, kw_only=True):
     """An agent that starts found this generation with the shim that an earlier agent left."""
 
@@ -207,7 +216,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Ordered | Connected | Disconnected | Started | StartFailed | Exited | Adopted | Said | LeaveAsked | Tick
+Event = Ordered | Connected | Disconnected | Started | StartFailed | Exited | Moved | Adopted | Said | LeaveAsked | Tick
 
 # --- what is to be done ------------------------------------------------------------------------------------------
 
@@ -249,6 +258,8 @@ class Replace(msgspec.Struct, frozen=True):
     """{rank: rank in the generation before}."""
     pids: dict[int, int] = {}
     """{rank: pid}."""
+    changing: frozenset[int] = frozenset()
+    """Ranks of them that had come out of their last step, and did not join in the time that they got for it."""
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True):

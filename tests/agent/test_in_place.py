@@ -122,6 +122,27 @@ def test_who_is_on_his_way_gets_more_time_once_and_who_is_stuck_does_not() -> No
     assert replace.ranks == {0}, "the other one was replaced before"
 
 
+def test_who_moved_before_it_could_be_killed_gets_the_time_of_those_on_their_way_and_no_more() -> None:
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    node.order(in_place(2))
+    node.feed(m.Started(job="toy", generation=2, pids={0: 100, 1: 101}), hello(2, 0))
+    node.at += node.state.regroup_seconds + 0.01
+    (replace,) = [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    assert (replace.ranks, replace.changing) == ({1}, frozenset())
+    node.feed(m.Said(wire.WorkerWatch(job="toy", generation=2, rank=1, pid=101, changing=True)))
+    node.feed(m.Moved(job="toy", generation=2, ranks={1: 1}))
+    node.at += node.state.regroup_seconds * (node.state.regroup_factor - 1) - 0.1
+    assert not [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    node.at += 0.2
+    (replace,) = [effect for effect in node.feed(m.Tick()) if isinstance(effect, m.Replace)]
+    assert (replace.ranks, replace.changing) == ({1}, {1}), "that it is on its way saves it once"
+    assert (replace.kept, replace.pids[1]) == ({0: 0, 1: 1}, 101)
+    node.feed(m.Moved(job="toy", generation=1, ranks={1: 1}))
+    assert node.state.current is not None
+    assert node.state.current.regroup_deadline is None, "of a generation that is over"
+
+
 def test_the_leader_is_told_once_all_workers_of_the_node_can_change_over() -> None:
     node = Node().running(1)
     assert not sent(node.feed(watch(1, 0)), wire.GenerationPhase)

@@ -6,6 +6,7 @@ Each rank appends {"generation", "restored"} and {"step", "loss"} lines to LOG/g
 import argparse
 import ctypes
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,7 +121,9 @@ def main() -> None:
             time.sleep(0.05 + (0.03 * run.rank if args.kind == "speeds" else 0.0))
             log.write(json.dumps({"step": step, "loss": float(total)}) + "\n")
             held = args.log / "held"
-            if args.kind == "blocked" and run.rank == 2 and step == 10 and not held.exists():
+            if args.kind in ("deaf", "woken") and run.rank == 2 and step == 10 and not held.exists():
+                if args.kind == "deaf":  # what asks for its stack does not end its sleep
+                    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
                 held.touch()
                 ctypes.PyDLL(None).sleep(6)  # in C, and no other thread of this process runs meanwhile
             run.complete(step, loss=float(total))
