@@ -202,17 +202,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 and 8 ranks only; ends within four minutes")
     parser.add_argument("--only", default="node,stop,agent,supervisor,silent,torchrun_node,ranks")
+    parser.add_argument("--ranks", default="", help="numbers of ranks for the row ranks; by default 2,4,8,16, with --quick 2,8")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + (225.0 if args.quick else 1800.0)
+    worlds = tuple(int(word) for word in (args.ranks or ("2,8" if args.quick else "2,4,8,16")).split(","))
     samples: dict[str, Any] = {}
     missing: dict[str, str] = {}
     root = Path(tempfile.mkdtemp(prefix="rg-"))
     try:
         for name in args.only.split(","):
             try:
-                samples |= measure(name, root, deadline, (2, 8) if args.quick else (2, 4, 8, 16))
+                samples |= measure(name, root, deadline, worlds)
             except OutOfTimeError as error:
                 missing[name] = str(error)
             sys.stderr.write(f"{name}: {samples.get(name, missing.get(name))}\n")

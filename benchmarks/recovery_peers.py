@@ -8,7 +8,8 @@
 Each rank is a process of its own. torchft: eight replica groups of one rank, a lighthouse that takes a replica for gone after
 `--heartbeat` seconds without a beat; seven survivors go on. nvidia-resiliency-ext: `inprocess.Wrapper` with its own intervals; seven go
 on. lm-resiliency: torchrun with `--rdzv-backend=lm_resiliency`, four agents; all eight are started anew. Nobody starts a new worker for
-the first two: what is measured is when the others go on. A step counts when all that go on have applied it.
+the first two: what is measured is when the others go on. A step counts when all that go on have applied it. `--own shipped`: torchrun with
+the store that its workers share with it; `--own preloaded`: torchrun's agent with workers forked from a server that has done the imports.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recovery import JOBS, NODES, SLOTS, VICTIM, OutOfTimeError, System, running
+from recovery import JOBS, NODES, SLOTS, VICTIM, OutOfTimeError, System, Torchrun, running
 
 WORLD = NODES * SLOTS
 SETTLE_STEPS = 15
 PEERS = ("torchft", "nvrx", "lm")
+OWN = ("shipped", "preloaded")
+"""torchrun of this interpreter: as shipped, and with workers forked from a server that has everything imported."""
 
 
 def free_port() -> int:
@@ -87,11 +90,20 @@ class LmResiliency(System):
                 *(str(JOBS / "light.py"), "--plain", "--out", str(self.log)),
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )
-        self.survivors = list(range(WORLD))
 
-    def kill(self) -> None:
-        """The victim; its agent starts all anew."""
-        os.kill(self.pid_of(VICTIM), signal.SIGKILL)
+
+class Preloaded(System):
+    """Four agents of torchrun whose workers are forked with the imports done; the store is not shared, as in the fair baseline."""
+
+    def __init__(self, folder: Path, deadline: float) -> None:
+        super().__init__(folder, deadline)
+        endpoint = f"127.0.0.1:{free_port()}"
+        for _ in range(NODES):
+            self.spawn(
+                *(sys.executable, str(JOBS / "preloaded.py"), endpoint, str(NODES), str(SLOTS)),
+                *(str(JOBS / "light.py"), "--plain", "--out", str(self.log)),
+                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            )
 
 
 def steps_of(system: System, rank: int) -> list[tuple[float, int]]:
@@ -101,15 +113,19 @@ def steps_of(system: System, rank: int) -> list[tuple[float, int]]:
     return [(int(at) / 1e9, int(step)) for at, step in pairs]
 
 
-def recover(system: Ranks | LmResiliency) -> float:
+def recover(system: System) -> float:
     """Seconds from the kill to the first step beyond what any rank had applied."""
+    going_on = system.survivors if isinstance(system, Ranks) else list(range(WORLD))
     newest = lambda rank: (steps_of(system, rank) or [(0.0, 0)])[-1][1]  # noqa: E731
     system.until(lambda: min(newest(rank) for rank in range(WORLD)) > SETTLE_STEPS, "a training system")
     at = time.monotonic()
-    system.kill()
+    if isinstance(system, Ranks):
+        system.kill()
+    else:
+        os.kill(system.pid_of(VICTIM), signal.SIGKILL)
     frontier = max(step for rank in range(WORLD) for when, step in steps_of(system, rank) if when <= at)
-    system.until(lambda: min(newest(rank) for rank in system.survivors) > frontier, "a step beyond the frontier")
-    return max(next(when for when, step in steps_of(system, rank) if when > at and step > frontier) for rank in system.survivors) - at
+    system.until(lambda: min(newest(rank) for rank in going_on) > frontier, "a step beyond the frontier")
+    return max(next(when for when, step in steps_of(system, rank) if when > at and step > frontier) for rank in going_on) - at
 
 
 def main() -> None:
@@ -117,18 +133,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for peer in PEERS:
         parser.add_argument(f"--{peer}", default="", metavar="PYTHON", help=f"an interpreter that has {peer}")
+    parser.add_argument("--own", default="", help=f"comma-separated, of this interpreter: {', '.join(OWN)}")
     parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds after which torchft's lighthouse takes a replica for gone")
     parser.add_argument("--limit", type=float, default=80.0, help="seconds for each system")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    samples: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    own = tuple(word for word in args.own.split(",") if word)
+    samples: dict[str, list[float]] = {peer: [] for peer in (*PEERS, *own)}
     missing: dict[str, str] = {peer: "no interpreter given" for peer in PEERS if not getattr(args, peer)}
     root = Path(tempfile.mkdtemp(prefix="rg-"))
     try:
         for number in range(args.repeats):
-            for peer in PEERS:
+            for peer in samples:
                 if peer not in missing:
                     measure(peer, root / f"{peer}{number}", args, samples, missing)
     finally:
@@ -143,10 +161,20 @@ def main() -> None:
     print(json.dumps(document, indent=1) if args.json else document["figures"] | missing)
 
 
+def start(peer: str, folder: Path, deadline: float, args: argparse.Namespace) -> System:
+    """One system by its name."""
+    if peer == "shipped":
+        return Torchrun(folder, deadline, shared=True)
+    if peer == "preloaded":
+        return Preloaded(folder, deadline)
+    python = getattr(args, peer)
+    return LmResiliency(folder, deadline, python) if peer == "lm" else Ranks(folder, deadline, peer, python, args.heartbeat)
+
+
 def measure(peer: str, folder: Path, args: argparse.Namespace, samples: dict[str, list[float]], missing: dict[str, str]) -> None:
     """One system, one kill. What does not recover is not tried again."""
-    python, deadline = getattr(args, peer), time.monotonic() + args.limit
-    system = LmResiliency(folder, deadline, python) if peer == "lm" else Ranks(folder, deadline, peer, python, args.heartbeat)
+    deadline = time.monotonic() + args.limit
+    system = start(peer, folder, deadline, args)
     try:
         with running(system):
             samples[peer].append(recover(system))
