@@ -99,6 +99,7 @@ class BeatConnection:
         self._outbox = Outbox()
         self._beat_now = asyncio.Event()
         self._unsent: list[bytes] = []
+        self._seq = 0
         self._pause = 0.0
         self._refused = 0.0
         self.last_beat_at: float | None = None
@@ -139,6 +140,12 @@ class BeatConnection:
     def beat_soon(self) -> None:
         """Send a beat at once: something in it has changed."""
         self._beat_now.set()
+
+    def tell_progress(self) -> None:
+        """Progress as it is now, before what is sent next: reports of the last half second may still be with the workers."""
+        writer = self._writer
+        if self._welcomed and writer is not None and not writer.is_closing():
+            self._beat(writer)
 
     async def flush(self, limit_seconds: float) -> None:
         """Wait until what was sent has left this process."""
@@ -185,6 +192,7 @@ class BeatConnection:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=wire.MAX_MESSAGE_BYTES, ssl=tls)
         self._writer = writer
         self._unsent = []
+        self._seq = 0
         _tune(writer)
         try:
             security.expect_role(writer, "supervisor")
@@ -223,17 +231,19 @@ class BeatConnection:
 
     async def _beats(self, writer: asyncio.StreamWriter, every_seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        seq = 0
         due = loop.time()
         while True:
-            seq += 1
             self._beat_now.clear()
-            self._write(writer, self._source.beat_message(seq))
+            self._beat(writer)
             self.last_beat_at = loop.time()
             due = max(due + every_seconds, loop.time())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
                     await self._beat_now.wait()
+
+    def _beat(self, writer: asyncio.StreamWriter) -> None:
+        self._seq += 1
+        self._write(writer, self._source.beat_message(self._seq))
 
     def _write(self, writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
         """What one turn of the loop has to say goes out together: the leader wakes once for it."""

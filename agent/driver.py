@@ -260,6 +260,8 @@ class Agent:
         elif isinstance(message, wire.ProbePeers):
             self.reach.ask(message)
         elif isinstance(message, wire.Action | wire.CollectStacks | wire.Acknowledge):
+            if not isinstance(message, wire.Acknowledge):
+                self.beat.tell_progress()
             self.feed(m.Ordered(message))
 
     def disconnected(self) -> None:
@@ -312,6 +314,7 @@ class Agent:
         return generation < self.state.fences.highest(job)
 
     def _exited(self, event: m.Exited) -> None:
+        self.beat.tell_progress()
         self.feed(event)
         local = self.state.current
         judged = local.exits if local is not None and local.generation == event.generation else {}

@@ -12,6 +12,11 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core.hang import STOPPED
 
 _LAG_FACTOR = 4.0
+_MOST_LAG_SECONDS = 0.4
+_LOOKS_A_SILENCE = 8
+_MOST_LOOK_SECONDS = 0.25
+_LATE_SECONDS = 0.1
+"""After the instant at which who is late with others is silent as well."""
 """Looks that come later than this many periods mean that we stood still, not that everybody else fell silent."""
 _GRACE_SHARE = 0.15
 """After a pause of our own nobody is silent before this share of the limit has passed."""
@@ -64,7 +69,7 @@ class Silence:
         """
         late = 0.0 if self._looked_at is None else now - self._looked_at - self._look
         self._looked_at = now
-        if late > _LAG_FACTOR * self._look:
+        if late > min(_LAG_FACTOR * self._look, _MOST_LAG_SECONDS):
             least = now - self._silence * (1.0 - _GRACE_SHARE)
             for seen in self._seen.values():
                 seen.heard_at = min(now, max(seen.heard_at + late, least))
@@ -87,7 +92,7 @@ class Silence:
         late = {node: seen.heard_at for node, seen in self._seen.items() if not seen.silent and now - seen.heard_at >= self._silence / 2}
         if not late:
             return found
-        until = max(late.values()) + self._silence + self._look
+        until = max(late.values()) + self._silence + min(self._look, _LATE_SECONDS)
         return [msgspec.structs.replace(found[0], late=tuple(late), late_until=until), *found[1:]]
 
     def is_silent(self, node: str) -> bool:
@@ -174,6 +179,12 @@ class Stall(msgspec.Struct):
         return e.ProgressStalled(
             at=now, job=self.job, generation=self.generation, since=self.changed_at, limit_seconds=limit_seconds, ranks=ranks
         )
+
+
+def look_seconds(silence_seconds: float) -> float:
+    """Between two looks at who is silent or stalled. A limit that is over is looked at then (`next_look`): the period is there for pauses of
+    our own, which are held against nobody, and for what has no limit."""
+    return min(_MOST_LOOK_SECONDS, silence_seconds / _LOOKS_A_SILENCE)
 
 
 def next_look(now: float, period_seconds: float, due: Iterable[float]) -> float:

@@ -13,13 +13,31 @@ from starlette.types import ASGIApp
 
 from regrow.errors import ConfigurationError
 
+_TICK_SECONDS = 1.0
+
 
 class _Quiet(uvicorn.Server):
     """uvicorn without its own signal handlers: the process has one owner."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._over = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, which wakes ten times a second to see whether it shall end: once, for the date in its answers."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_SECONDS):
+                    await self._over.wait()
+
+    def end(self) -> None:
+        """Leave the loop; open requests are finished."""
+        self.should_exit = True
+        self._over.set()
 
 
 class ApiServer:
@@ -74,5 +92,5 @@ class ApiServer:
         """Finish open requests, then end."""
         if self._server is None or self._task is None:
             return
-        self._server.should_exit = True
+        self._server.end()
         await asyncio.gather(self._task, return_exceptions=True)

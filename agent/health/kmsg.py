@@ -60,6 +60,11 @@ class KernelLog:
         lines = self._records() if self._device else self._appended()
         return [parse(line) for line in lines]
 
+    @property
+    def device(self) -> int | None:
+        """The descriptor of a device that says when there is more to read; None for a file, and before the first `poll`."""
+        return self._fd if self._device else None
+
     def close(self) -> None:
         """Give the descriptor back."""
         if self._fd is not None:

@@ -32,6 +32,11 @@ from regrow.wire import Device, HealthVerdict
 log = logging.getLogger("regrow.health")
 
 _TICK_SECONDS = 0.25
+_LONG_TICK_SECONDS = 1.0
+"""Where the kernel log says itself that it has news."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+_ABSENT_PROBE_SECONDS = 600.0
+"""Between two probes where there is no driver, each of them a process; a driver that is loaded is probed at the next look."""
 _HOST_PERIOD_SECONDS = 10.0
 _PROCESSES_PERIOD_SECONDS = 60.0
 _SAVE_PERIOD_SECONDS = 60.0
@@ -82,6 +87,8 @@ class HealthMonitor:
         self._teardowns: list[tuple[float, float]] = []
         self._busy: bool | None = None
         self._wake = asyncio.Event()
+        self._stir = asyncio.Event()
+        self._probed_at = 0.0
         self._links = network.read_links()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._unread: list[KernelLine] = []
@@ -121,24 +128,24 @@ class HealthMonitor:
     def note_busy(self, busy: bool) -> None:
         """Whether a job of ours runs on this node: an idle GPU with a reset pending is not given to a job; a busy one goes on."""
         self._busy = busy
-        self._wake.set()
+        self._rouse()
 
     def note_preflight(self, report: Preflight) -> None:
         """What the check before joining found holds until the next one, which the next start of the agent makes."""
         self._standing = findings_of(report)
-        self._wake.set()
+        self._rouse()
 
     def note_reset(self, uuid: str, *, by: str = "reset") -> None:
         """A GPU was reset by somebody: conditions that a reset ends are over."""
         self._history = base.note_reset(self._history, uuid=uuid, at=self._clock.wall(), by=by)
-        self._wake.set()
+        self._rouse()
 
     def clear(self, *, incident: str = "", by: str = "operator", why: str = "") -> int:
         """End one incident, or all that are open now; each end is an audit entry. Returns how many. What still holds is found again."""
         wanted = [one.incident for one in self._history.conditions if incident in ("", one.incident)]
         for one in wanted:
             self._history = base.clear(self._history, incident=one, by=by, why=why, at=self._clock.wall())
-        self._wake.set()
+        self._rouse()
         return len(wanted)
 
     async def prepare(self) -> HealthVerdict:
@@ -170,7 +177,7 @@ class HealthMonitor:
     # --- one look ------------------------------------------------------------------------------------------------------
 
     async def _look(self, kernel: Sequence[KernelEvent] = ()) -> Outcome:
-        sample = await self._prober.probe(self._deadline)
+        sample = await self._probe()
         self._take_devices(sample)
         now = self._clock.wall()
         self._look_at_host()
@@ -229,7 +236,7 @@ class HealthMonitor:
 
     def _take_events(self, events: tuple[XidEvent, ...]) -> None:
         self._events.extend(events)
-        self._wake.set()
+        self._rouse()
 
     def kernel_lines(self) -> tuple[str, ...]:
         """The last lines of the kernel log, up to now."""
@@ -285,8 +292,22 @@ class HealthMonitor:
         self._host_findings = (*host.findings(sample, self._policy.host), *network.findings(self._links, network.read_links()))
 
     def _next_period(self) -> float:
-        absent = self.sample is not None and self.sample.status == "no_driver"
-        return max(self._policy.probe.absent_period_seconds, self._period) if absent else self._period
+        return max(self._policy.probe.absent_period_seconds, self._period) if self._absent else self._period
+
+    @property
+    def _absent(self) -> bool:
+        return self.sample is not None and self.sample.status == "no_driver"
+
+    async def _probe(self) -> NodeSample:
+        now = self._clock.monotonic()
+        if self.sample is not None and self._absent and now < self._probed_at + _ABSENT_PROBE_SECONDS and not _driver_is_there():
+            return self.sample
+        self._probed_at = now
+        return await self._prober.probe(self._deadline)
+
+    def _rouse(self) -> None:
+        self._wake.set()
+        self._stir.set()
 
     async def _tell(self, verdict: HealthVerdict, report: Report) -> None:
         log.info("health verdict: state=%s action=%s incident=%s: %s", verdict.state, verdict.action, verdict.incident, verdict.reason)
@@ -294,7 +315,22 @@ class HealthMonitor:
             await report(verdict)
 
     async def _sleep(self) -> None:
-        # not wait_for: before Python 3.12 it can swallow a cancellation that comes together with the event
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TICK_SECONDS):
-                await self._wake.wait()
+        loop, log_device = asyncio.get_running_loop(), self._kernel.device if self._kernel is not None else None
+        tick = _LONG_TICK_SECONDS if self._kernel is None or log_device is not None else _TICK_SECONDS
+        self._stir.clear()
+        if self._wake.is_set():
+            return
+        if log_device is not None:
+            loop.add_reader(log_device, self._stir.set)
+        try:
+            # not wait_for: before Python 3.12 it can swallow a cancellation that comes together with the event
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(tick):
+                    await self._stir.wait()
+        finally:
+            if log_device is not None:
+                loop.remove_reader(log_device)
+
+
+def _driver_is_there() -> bool:
+    return _DRIVER.exists()

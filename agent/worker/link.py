@@ -15,9 +15,9 @@ from regrow import wire
 
 _log = logging.getLogger("regrow.worker")
 
-HOLD_SECONDS = 0.05
-"""Step reports of short steps go out together, at most this far apart: each wakes the agent and the leader. What they hold is also in the
-progress word, which the agent reads by itself when this process does not come to its next boundary."""
+HOLD_SECONDS = 0.5
+"""Step reports of short steps go out together, at most this far apart: each wakes the agent and the leader. Which step was applied is also
+in the progress word, which the agent tells with each beat, before an exit and before it carries out an order."""
 SETTLE_SECONDS = 5.0
 """In the first seconds of a generation nothing is held: a recovery ends with a report."""
 RECONNECT_SECONDS = 0.2

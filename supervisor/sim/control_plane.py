@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import msgspec
 
 from regrow.errors import ConfigurationError
-from regrow.supervisor.detector import Silence
+from regrow.supervisor.detector import Silence, look_seconds
 from regrow.supervisor.sim.leader_costs import Costs
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 """Period of beats, and how long a node may be unheard (supervisor configuration)."""
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = look_seconds(SILENCE_SECONDS)
 """Between two looks of the failure detector (`supervisor.term`)."""
 DETECTION_SECONDS = 3.0
 """Aim for the detection of a silent host."""

@@ -192,16 +192,16 @@ def test_reports_of_short_steps_go_out_together_and_nothing_else_waits(tmp_path:
     table: list[tuple[float, int | str, int]] = [
         (0.00, 1, 1),  # at first nothing waits: a recovery ends with a report
         (0.01, 2, 2),
-        (4.94, 3, 3),
-        (4.96, 4, 3),
-        (4.98, 5, 3),
+        (4.49, 3, 3),
+        (4.51, 4, 3),
+        (4.90, 5, 3),
         (5.01, 6, 6),
-        (5.02, 7, 6),
-        (5.03, "save", 8),  # and takes along what waited
-        (5.05, 8, 8),
-        (5.09, 9, 10),
-        (5.30, 10, 11),  # longer steps are told one by one
-        (5.60, 11, 12),
+        (5.22, 7, 6),
+        (5.33, "save", 8),  # and takes along what waited
+        (5.55, 8, 8),
+        (5.84, 9, 10),
+        (6.40, 10, 11),  # longer steps are told one by one
+        (7.00, 11, 12),
     ]
     now = [0.0]
     with listen(tmp_path / "s") as listener:
@@ -219,7 +219,7 @@ def test_reports_of_short_steps_go_out_together_and_nothing_else_waits(tmp_path:
                 with contextlib.suppress(BlockingIOError):
                     received += agent.recv(1 << 20).count(b"\n")
                 assert received == expected, (at, said)
-            now[0] = 5.61
+            now[0] = 7.01
             link.send(wire.StepReport(generation=1, rank=0, step=12), droppable=True)
             assert link.drain(1.0), "the last words of a process take along what waits"
             assert agent.recv(1 << 20).count(b"\n") == 1

@@ -15,7 +15,7 @@ from regrow.local.live import LiveView
 _SETTLE_SECONDS = 0.1
 _STEADY_SECONDS = 10.0
 """Nothing happened for so long: the job is asked less often."""
-_SELDOM = 3.0
+_SELDOM = 5.0
 """By this factor: training has this core, too."""
 ENDED = ("done", "failed", "stopped")
 FIRST_TOLD = 2
