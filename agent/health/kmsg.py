@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -87,7 +88,8 @@ class KernelLog:
         self._inode = info.st_ino
         self._rest = b""
         if first:
-            os.lseek(self._fd, 0, os.SEEK_END)
+            with contextlib.suppress(OSError):  # a device that keeps nothing has no end to go to
+                os.lseek(self._fd, 0, os.SEEK_END)
         self.problem = ""
         return True
 

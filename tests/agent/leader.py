@@ -31,6 +31,7 @@ class StubLeader:
         self.epoch = epoch
         self.said: list[tuple[str, Any]] = []
         self.accept = True
+        self.beat_seconds = 0.1
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._changed = asyncio.Condition()
         self._seq = itertools.count(1)
@@ -71,7 +72,7 @@ class StubLeader:
                         await self._note(node, message)
                         return
                     self._writers[node] = writer
-                    writer.write(wire.encode(wire.Welcome(epoch=self.epoch, leader="s0", beat_seconds=0.1)))
+                    writer.write(wire.encode(wire.Welcome(epoch=self.epoch, leader="s0", beat_seconds=self.beat_seconds)))
                 await self._note(node, message)
         except OSError:
             pass

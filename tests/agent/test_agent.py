@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,6 +40,34 @@ async def test_workers_get_torchruns_environment_and_their_end_is_told(scene: Sc
     assert values == ["1", "1", "2", "2", "0", "127.0.0.1", "29511", "0", "dp=2,tp=1,pp=1", "1", "n0", "1"]
     exits = [found for told in scene.leader.all(wire.WorkersExited) for found in told.exits]
     assert sorted((found.rank, found.exit_code, found.signal, found.declared_end) for found in exits) == [(0, 0, 0, True), (1, 0, 0, True)]
+
+
+async def test_progress_is_told_before_an_exit_and_before_an_order_is_carried_out(scene: Scene) -> None:
+    """Reports of the last half second may be lost with a worker: what it applied counts for the frontier all the same."""
+    scene.leader.beat_seconds = 3600.0
+    await scene.agent()
+    steps = (
+        "import sys, time\nfrom regrow.agent.progress import ProgressWriter\nword = ProgressWriter.from_environment()\n"
+        "word.publish(phase='step', started_step=8, applied_step=7)\n"
+    )
+    scene.leader.start_generation(1, scene.script(steps + "sys.exit(3)\n"), ranks=1)
+    await scene.leader.next(wire.WorkersExited)
+    assert told_before(scene, wire.WorkersExited) == (1, 7)
+    ready = scene.folder / "ready"
+    scene.leader.start_generation(2, scene.script(steps + f"open({str(ready)!r}, 'w').close()\ntime.sleep(600)\n"), ranks=1)
+    await until(ready.exists)
+    asked = len(scene.leader.said)
+    scene.leader.start_generation(3, scene.script(SLEEP), ranks=1)
+    await scene.leader.phase(3, "fenced", after=asked)
+    assert told_before(scene, wire.GenerationPhase, after=asked) == (2, 7)
+
+
+def told_before(scene: Scene, kind: type[Any], after: int = 0) -> tuple[int, int]:
+    """(generation, applied step) of the last beat with progress before the first message of a kind."""
+    said = [message for _, message in scene.leader.said[after:]]
+    first = next(index for index, message in enumerate(said) if isinstance(message, kind))
+    beats = [message for message in said[:first] if isinstance(message, wire.Beat) and message.progress]
+    return (beats[-1].generation, beats[-1].progress[0].applied_step) if beats else (0, 0)
 
 
 async def test_an_error_comes_with_its_traceback(scene: Scene) -> None:

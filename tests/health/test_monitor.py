@@ -20,7 +20,8 @@ from regrow.agent.health import history, kmsg, policy
 from regrow.agent.health.fake_nvml.control import FakeNvml, uuid_of
 from regrow.agent.health.monitor import HealthMonitor
 from regrow.agent.health.prober import Prober, probe_once
-from regrow.agent.health.sample import XidEvent
+from regrow.agent.health.sample import NodeSample, XidEvent
+from regrow.clock import ManualClock
 from regrow.wire import HealthVerdict
 
 WAIT = 60.0
@@ -140,6 +141,42 @@ class TestMonitor:
         async with watching(monitor) as reports:
             assert (reports.all[0].state, reports.all[0].reason) == ("healthy", "no GPUs")
             assert monitor.devices() == ()
+
+    async def test_a_driver_that_is_absent_is_asked_for_seldom_and_one_that_came_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver = tmp_path / "version"
+        monkeypatch.setattr("regrow.agent.health.monitor._DRIVER", driver)
+        clock = ManualClock()
+        monitor = HealthMonitor(tmp_path, clock=clock)
+        probes = 0
+
+        async def probe(_seconds: float) -> NodeSample:
+            nonlocal probes
+            probes += 1
+            return NodeSample(status="no_driver")
+
+        monkeypatch.setattr(monitor._prober, "probe", probe)
+        for after, comes, expected in ((0.0, False, 1), (60.0, False, 1), (539.0, False, 1), (2.0, False, 2), (1.0, True, 3)):
+            clock.advance(after)
+            if comes:
+                driver.touch()
+            await monitor.prepare()
+            assert probes == expected, (after, comes)
+            assert monitor.host is not None
+
+    async def test_the_kernel_log_says_itself_that_it_has_news(
+        self, fake: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("regrow.agent.health.monitor._LONG_TICK_SECONDS", 3600.0)
+        side, other = os.openpty()
+        monitor = monitor_of(fake, tmp_path / "a", period_seconds=3600.0, kmsg=Path(os.ttyname(other)))
+        async with watching(monitor) as reports:
+            os.write(side, b"4,1,1,-;NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.\n")
+            verdict = await reports.until(lambda one: one.state == "unhealthy")
+            assert "79" in verdict.reason
+        os.close(side)
+        os.close(other)
 
     async def test_an_xid_is_reported_and_the_same_verdict_only_once(self, fake: FakeNvml, tmp_path: Path) -> None:
         monitor = monitor_of(fake, tmp_path / "a")

@@ -8,7 +8,7 @@ import pytest
 
 from regrow import wire
 from regrow.supervisor.core import events as e
-from regrow.supervisor.detector import Silence, Stall, next_look
+from regrow.supervisor.detector import Silence, Stall, look_seconds, next_look
 from regrow.supervisor.steps import Steps
 
 
@@ -57,6 +57,16 @@ def test_an_observer_that_pauses_again_and_again_sees_all_the_same() -> None:
             found += [(item.node, now) for item in silence.look(now)]
     assert [node for node, _ in found] == ["gone"]
     assert found[0][1] == pytest.approx(5.0, abs=1.0)
+
+
+def test_how_often_is_looked() -> None:
+    for silence_seconds, expected in ((0.4, 0.05), (1.0, 0.125), (2.0, 0.25), (10.0, 0.25), (60.0, 0.25)):
+        assert look_seconds(silence_seconds) == pytest.approx(expected)
+    silence = Silence(silence_seconds=2.0, look_seconds=look_seconds(2.0))
+    silence.connected("a", 0.0)
+    assert [silence.look(quarter / 4) for quarter in range(1, 8)] == [[]] * 7
+    assert silence.look(2.45) == []  # 0.45 s later than it should have looked: that was a pause of ours
+    assert silence.look(2.6) == []
 
 
 def test_what_arrived_in_a_pause_is_read_before_anybody_is_suspect() -> None:
