@@ -219,6 +219,8 @@ def _step(_story: Story, job: JobStory, entry: Entry) -> None:
         current = job.generations[-1]
         if current.last_step is not None and step <= current.last_step:
             return
+        if current.last_step is None and current.epoch == entry.epoch:
+            _kept(job, entry, step - int(entry.data.get("num_steps", 1)))
         current.first_step_at = current.first_step_at or entry.at
         current.last_step = step
     seconds = float(entry.data.get("step_seconds", 0.0))
@@ -236,6 +238,14 @@ def _step(_story: Story, job: JobStory, entry: Entry) -> None:
         if step > incident.frontier:
             incident = _change(incident, recovered_at=entry.at, closed=True)
         case.incident = incident
+
+
+def _kept(job: JobStory, entry: Entry, began_after: int) -> None:
+    """Where a generation really went on from, by its first report: survivors and memory may hold newer states than the checkpoint."""
+    for case in job.cases[-1:]:
+        incident = case.incident
+        if not incident.closed and incident.generation_after == entry.generation and incident.restored_step is not None:
+            case.incident = _change(incident, restored_step=max(incident.restored_step, min(began_after, incident.frontier)))
 
 
 def _parked(story: Story, job: JobStory, entry: Entry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from regrow.supervisor.journal import Entry
@@ -82,6 +83,29 @@ def test_another_life_of_the_job_starts_its_count_anew() -> None:
     journal.form(1, "dp=2", 50)
     journal.steps(1, 51, 60, 1.0)
     assert Story().read(journal.entries).jobs["gpt"].productive_seconds == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "num_steps", "epoch", "lost"),
+    [
+        pytest.param(41, 1, 1, 0, id="survivors held the newest step"),
+        pytest.param(40, 2, 1, 2, id="memory held an older one, told with two steps"),
+        pytest.param(31, 1, 1, 10, id="the checkpoint"),
+        pytest.param(41, 1, 2, 10, id="a leader that came later heard of the 11th step first"),
+    ],
+)
+def test_what_was_taken_up_from_memory_is_not_lost(step: int, num_steps: int, epoch: int, lost: int) -> None:
+    journal = Journal()
+    journal.form(1, "dp=4", None)
+    journal.steps(1, 1, 40, 1.0)
+    seed = {"id": "g1", "kind": "hang", "cause": "unknown", "symptom_at": 40.0, "detected_at": 44.0}
+    journal.write("record_generation", generation=2, mesh="dp=4", num_nodes=1, restore={"step": 30}, incident=seed)
+    journal.write("steps_completed", generation=2, step=step, num_steps=num_steps, step_seconds=1.0)
+    journal.entries[-1] = msgspec.structs.replace(journal.entries[-1], epoch=epoch)
+    journal.steps(2, step + 1, 45, 1.0)
+    incident = Story().read(journal.entries).jobs["gpt"].cases[0].incident
+    assert incident.frontier - (incident.restored_step or 0) == lost
+    assert incident.closed
 
 
 def test_a_generation_that_another_leader_formed_has_an_unknown_mesh_and_is_left_out() -> None:
