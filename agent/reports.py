@@ -17,6 +17,7 @@ PHASE_NAMES = {
     "model": "model",
     "restored": "restored",
     "first_step": "first_step",
+    "replicas": "replicas",
     "finished": "finished",
 }
 """Phases that the leader is told when all ranks of a node passed them."""
@@ -92,7 +93,10 @@ def _phase(local: m.Local, message: wire.WorkerPhase) -> tuple[m.Local, tuple[m.
     told = wire.GenerationPhase(
         job=local.job, generation=local.generation, phase=name, step=message.step, seconds=seconds, detail=message.detail
     )
-    return _change(local, told=local.told | {message.phase: told}), (m.Send(told),)
+    effects: tuple[m.Effect, ...] = (m.Send(told),)
+    if message.phase == "first_step" and local.before:  # everybody is in this generation now: nobody needs the store of the one before
+        effects += (m.Forget(job=local.job, generation=local.before),)
+    return _change(local, told=local.told | {message.phase: told}), effects
 
 
 def _step(local: m.Local, message: wire.StepReport) -> tuple[m.Local, tuple[m.Effect, ...]]:

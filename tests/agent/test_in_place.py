@@ -143,6 +143,20 @@ def test_who_moved_before_it_could_be_killed_gets_the_time_of_those_on_their_way
     assert node.state.current.regroup_deadline is None, "of a generation that is over"
 
 
+def test_the_generation_before_is_forgotten_when_all_are_in_the_next_one() -> None:
+    """Its store with it: there is no stop order in place that would end it, and they piled up."""
+    node = Node().running(1)
+    node.feed(watch(1, 0), watch(1, 1))
+    effects = node.order(in_place(2))
+    effects += node.feed(m.Started(job="toy", generation=2, pids={0: 100, 1: 101}), hello(2, 0), hello(2, 1))
+    effects += node.feed(m.Said(wire.WorkerPhase(generation=2, rank=0, phase="first_step")))
+    assert not [effect for effect in effects if isinstance(effect, m.Forget)], "rank 1 may still be in the one before"
+    effects = node.feed(m.Said(wire.WorkerPhase(generation=2, rank=1, phase="first_step")))
+    assert [effect for effect in effects if isinstance(effect, m.Forget)] == [m.Forget(job="toy", generation=1)]
+    effects = node.feed(m.Said(wire.WorkerPhase(generation=2, rank=1, phase="first_step")))
+    assert not [effect for effect in effects if isinstance(effect, m.Forget)], "once"
+
+
 def test_the_leader_is_told_once_all_workers_of_the_node_can_change_over() -> None:
     node = Node().running(1)
     assert not sent(node.feed(watch(1, 0)), wire.GenerationPhase)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.launcher import Run
+from tests.e2e.launcher import TEST_MARK, Run
 from tests.e2e.test_run import assert_like_twin
 from tests.e2e.test_spare import lose_power
 
 from regrow.agent.progress import read_progress
 from regrow.demo import compare, lineage, steplog, twin
+from regrow.processes import marked
 
 TOY = Path(__file__).with_name("toy.py")
 NUM_NODES = 2
@@ -62,6 +63,11 @@ def pids(run: Run, generation: int, nodes: int = NUM_NODES) -> dict[tuple[int, i
     return found
 
 
+def stores(run: Run) -> list[int]:
+    """Pids of all TCPStores: of a generation, and one on each node that stands ready."""
+    return [pid for pid in marked(TEST_MARK, run.mark) if Path(f"/proc/{pid}/comm").read_text().strip() == "regrow-store"]
+
+
 def recovered(run: Run, job: str, number: int, kind: str = "incidents") -> dict[str, Any]:
     """The incident (or wanted change, with "changes") of that number, once it is over."""
     return run.until(
@@ -100,6 +106,7 @@ def test_survivors_keep_their_processes_and_nothing_is_computed_twice(
         frontiers.append(incident["frontier"])
         assert sum(incident["phases"].values()) == pytest.approx(incident["seconds"], rel=0.02)
         beyond(run, "toy", incident["frontier"] + 5)
+    run.until(lambda: len(stores(run)) <= 1 + NUM_NODES, "the end of the stores of generations that are over")
     assert run.wait() == 0, run.story()
     found, restored = story(tmp_path)
     assert_like_twin(found, twin_losses, STEPS)
