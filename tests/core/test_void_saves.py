@@ -36,6 +36,8 @@ def test_void_saves_count_until_the_next_checkpoint() -> None:
 class Notes:
     """What a user of `regrow run` reads."""
 
+    is_table = False
+
     def __init__(self) -> None:
         self.texts: list[str] = []
 

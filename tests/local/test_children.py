@@ -49,4 +49,4 @@ async def test_a_cancellation_in_the_moment_of_a_jobs_end_counts() -> None:
     follower = Follower(_Api(), "j", LiveView(title="", plain=True))  # type: ignore[arg-type]
     waiting = asyncio.create_task(follower.until(lambda _: True, "its end", LIMIT))
     await asyncio.sleep(0)
-    assert await cancelled_in_the_moment(waiting, follower.follow())
+    assert await cancelled_in_the_moment(waiting, follower._follow())

@@ -70,7 +70,7 @@ class Runner:
             async with self._cluster as cluster:
                 view.at(cluster.supervisor_address())
                 await submit(cluster.api, self._specification())
-                follower = Follower(cluster.api, JOB, view, period_seconds=0.1)
+                follower = Follower(cluster.api, JOB, view, period_seconds=0.1, seldom_seconds=0.5)
                 following = asyncio.create_task(follower.follow())
                 began = time.monotonic()
                 try:

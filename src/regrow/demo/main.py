@@ -111,7 +111,7 @@ async def _train(options: DemoOptions, root: Path, view: LiveView) -> tuple[dict
     async with cluster:
         view.at(cluster.supervisor_address())
         await submit(cluster.api, job_specification(options))
-        follower = Follower(cluster.api, JOB, view, period_seconds=0.1)
+        follower = Follower(cluster.api, JOB, view, period_seconds=0.1, seldom_seconds=0.5)
         scenario = Scenario(cluster, follower, view, job=JOB, seed=options.seed)
         following = asyncio.create_task(follower.follow())
         try:

@@ -13,6 +13,8 @@ import httpx
 from regrow import security
 from regrow.errors import ConfigurationError, OperationalError, RegrowError
 
+_AGAIN_SECONDS = 0.5
+
 
 class SupervisorClient:
     """Requests to whatever address `find` gives at the moment; connection errors are retried until a deadline."""
@@ -77,15 +79,21 @@ class SupervisorClient:
                 )
             await asyncio.sleep(0.05)
 
-    async def events(self, after: int = 0) -> AsyncIterator[dict[str, Any]]:
-        """The supervisor's events as they happen, from the one after `after`; resumes over reconnections for ever."""
+    async def events(self, after: int = 0, **params: Any) -> AsyncIterator[dict[str, Any]]:
+        """The supervisor's events as they happen, from the one after `after`; resumes over reconnections for ever.
+
+        Args:
+            params: as of GET /v1/events (job, limit, without).
+        """
         while True:
             base = self._find()
             if base is None:
                 await asyncio.sleep(0.05)
                 continue
             try:
-                async with self._client.stream("GET", f"{base}/v1/events", params={"follow": 1, "after": after}) as response:
+                async with self._client.stream("GET", f"{base}/v1/events", params={"follow": 1, "after": after} | params) as response:
+                    if response.is_error:
+                        await asyncio.sleep(_AGAIN_SECONDS)
                     async for line in response.aiter_lines():
                         if line.startswith("id:"):
                             after = max(after, int(line[3:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from typing import Any
+from typing import Any, NoReturn
 
 from regrow import wire
 from regrow.errors import OperationalError
@@ -15,8 +15,10 @@ from regrow.local.live import LiveView
 _SETTLE_SECONDS = 0.1
 _STEADY_SECONDS = 10.0
 """Nothing happened for so long: the job is asked less often."""
-_SELDOM = 5.0
-"""By this factor: training has this core, too."""
+_TABLE_SECONDS = 1.0
+_PLAIN_SECONDS = 10.0
+"""So seldom then, with and without a table on a terminal: what happens is heard at once, and training has this core, too."""
+_ROUTINE = "steps_completed"
 ENDED = ("done", "failed", "stopped")
 FIRST_TOLD = 2
 """Void saves in a row: one by itself may have been overtaken by the next."""
@@ -29,22 +31,44 @@ INTERRUPTED = 130
 class Follower:
     """Keeps the newest document of a job and tells a view what happens."""
 
-    def __init__(self, api: SupervisorClient, job: str, view: LiveView, *, period_seconds: float = 0.2) -> None:
+    def __init__(
+        self, api: SupervisorClient, job: str, view: LiveView, *, period_seconds: float = 0.2, seldom_seconds: float = 0.0
+    ) -> None:
+        """`seldom_seconds`: between two looks while nothing happens but steps, for who waits for one; 0: as suits the view."""
         self.document: dict[str, Any] = {}
         self._api = api
         self._job = job
         self._view = view
         self._period_seconds = period_seconds
+        self._seldom_seconds = seldom_seconds or (_TABLE_SECONDS if view.is_table else _PLAIN_SECONDS)
         self._told: dict[str, str] = {}
         self._told_void = 0
         self._changed = asyncio.Condition()
+        self._news = asyncio.Event()
 
     async def follow(self) -> dict[str, Any]:
-        """Poll until the job ends; its last document."""
+        """Until the job ends; its last document. It is asked for every period; when nothing happens for a while, when something does."""
+        hearing = asyncio.create_task(self._hear())
+        following = asyncio.create_task(self._follow())
+        try:
+            await asyncio.wait((hearing, following), return_when=asyncio.FIRST_COMPLETED)
+            return following.result() if following.done() else hearing.result()
+        finally:
+            for task in (hearing, following):
+                task.cancel()
+            await asyncio.gather(hearing, following, return_exceptions=True)
+
+    async def _hear(self) -> NoReturn:
+        async for _ in self._api.events(job=self._job, limit=1, without=_ROUTINE):
+            self._news.set()
+        raise AssertionError("events do not end")
+
+    async def _follow(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         known: tuple[Any, ...] = ()
         since = loop.time()
         while True:
+            self._news.clear()
             self.document = await self._api.get(f"/v1/jobs/{self._job}")
             self._view.update(self.document)
             self._tell_incidents()
@@ -56,8 +80,11 @@ class Follower:
             now = (self.document.get("state"), self.document.get("generation"), len(self.document.get("incidents") or ()))
             if now != known:
                 known, since = now, loop.time()
-            steady = now[0] == "running" and loop.time() - since > _STEADY_SECONDS
-            await asyncio.sleep(self._period_seconds * (_SELDOM if steady else 1.0))
+            await asyncio.sleep(self._period_seconds)
+            if now[0] == "running" and loop.time() - since > _STEADY_SECONDS:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._seldom_seconds - self._period_seconds):
+                        await self._news.wait()
 
     async def until(self, condition: Any, what: str, limit_seconds: float) -> dict[str, Any]:
         """Wait until `condition(document)` holds.

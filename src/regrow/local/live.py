@@ -14,6 +14,9 @@ from rich.text import Text
 MAX_LINES = 9
 """Newest notes shown under the table."""
 
+_FEW_STEPS = 5
+"""Without a terminal: one line for so many."""
+
 _STATE_STYLE = {
     "member": "green",
     "spare": "cyan",
@@ -41,6 +44,11 @@ class LiveView:
         self._said_step = -1
         self._said_generation = -1
         self._live = Live(console=self._console, refresh_per_second=8, transient=False, get_renderable=self._render)
+
+    @property
+    def is_table(self) -> bool:
+        """A table on a terminal, that shows each step."""
+        return not self._plain
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -72,7 +80,7 @@ class LiveView:
         if generation != self._said_generation and generation:
             self._said_generation = generation
             self._write(f"generation {generation} on mesh {document.get('mesh')}")
-        if step != self._said_step and step % 5 == 0 and step > 0:
+        if step // _FEW_STEPS != self._said_step // _FEW_STEPS and step > 0:
             self._said_step = step
             self._write(self._headline())
 
