@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from regrow.agent.registry import Keys
 from regrow.ckpt import retention
 from regrow.ckpt.manifest import Record
 from regrow.errors import OperationalError
-from regrow.store.base import Delete, Store, mod_revision
+from regrow.store.base import Delete, Put, Store, mod_revision
 
 _log = logging.getLogger("regrow.agent.cleaning")
 
@@ -50,7 +51,9 @@ class Cleaner:
             removed = {choice.name for choice in choices if not choice.keep}
             for key, revision, found in known:
                 if Path(found.directory).name in removed:
-                    await self._store.transaction([mod_revision(key) == revision], [Delete(key)])
+                    mark = wire.checkpoint_mark(self._spec.job, found.generation, found.step, gone=True)
+                    told = msgspec.json.encode(wire.checkpoint_event(self._spec.job, found, time.time(), gone=True))
+                    await self._store.transaction([mod_revision(key) == revision], [Delete(key), Put(self._keys.event(mark), told)])
         except (OperationalError, msgspec.DecodeError) as error:
             _log.warning("retention: %s", error)
             return

@@ -23,7 +23,7 @@ from regrow.ckpt import commit
 from regrow.ckpt.manifest import Record
 from regrow.errors import FencedError, OperationalError
 from regrow.store import cas
-from regrow.store.base import RequestTooLarge, Store, StoreError, mod_revision
+from regrow.store.base import Put, RequestTooLarge, Store, StoreError, mod_revision
 
 _log = logging.getLogger("regrow.agent.commits")
 
@@ -134,13 +134,15 @@ class Committer:
                 await self._after_commit(record, pending.directory)
 
     async def _transact(self, pending: commit.PendingCommit, record: Record) -> None:
-        value = msgspec.json.encode(commit.checkpoint_record(record, pending.directory))
-        key = self._keys.checkpoint(self._spec.job, pending.step)
+        job, made = self._spec.job, commit.checkpoint_record(record, pending.directory)
+        value, key = msgspec.json.encode(made), self._keys.checkpoint(job, pending.step)
+        told = msgspec.json.encode(wire.checkpoint_event(job, made, time.time()))
+        event = Put(self._keys.event(wire.checkpoint_mark(job, made.generation, made.step)), told)
         while True:
             try:
                 fence = await self._read_fence()
-                condition = mod_revision(self._keys.generation(self._spec.job)) == fence
-                result = await cas.guarded(self._store, condition, key, value, timeout=_FENCE_SECONDS)
+                condition = mod_revision(self._keys.generation(job)) == fence
+                result = await cas.guarded(self._store, condition, key, value, along=(event,), timeout=_FENCE_SECONDS)
             except RequestTooLarge:
                 raise
             except StoreError as error:

@@ -47,6 +47,10 @@ class Keys:
         """A committed checkpoint."""
         return f"{self._root}/jobs/{job}/checkpoints/{step}"
 
+    def event(self, mark: str) -> str:
+        """An entry for the journal of whoever leads."""
+        return f"{self._root}/events/{mark}"
+
     def status(self, job: str, node: str) -> str:
         """What a node runs of a job."""
         return f"{self._root}/jobs/{job}/status/{node}"

@@ -16,6 +16,7 @@ import msgspec
 from regrow import wire
 from regrow.ckpt import verify
 from regrow.store.base import Comparison, Operation, Put, Store, StoreError, mod_revision, version
+from regrow.supervisor import orders
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.records import LedgerRecord
@@ -107,25 +108,24 @@ async def _take_over(term: Term, store: Store, keys: Keys, known: e.JobLoaded | 
     ledger = known.ledger if known is not None and known.ledger is not None else LedgerRecord()
     ledger = msgspec.structs.replace(ledger, state="", reason="", exit_code=0, cause="")
     unknown = _unknown(known, hellos, spec, job_spec)
-    revision = await _write(term, store, keys, spec, job_spec, members, ledger, found.checkpoints)
-    term.effects.generation_revisions[job_spec.job] = revision
     highest = max(found.highest_generation, spec.generation, *(hello.highest_generation for hello in hellos))
+    adopted = e.JobLoaded(
+        at=term.now(),
+        spec=job_spec,
+        generation=spec,
+        members=members,
+        ledger=ledger,
+        command="run",
+        checkpoints=found.checkpoints,
+        highest_generation=highest,
+        num_damaged=found.num_damaged,
+        unknown=unknown,
+    )
+    mark, revision = await _write(term, store, keys, adopted)
+    term.effects.generation_revisions[job_spec.job] = revision
     for line in unknown:
         log.warning("job=%s adopted: %s", job_spec.job, line)
-    term.post(
-        e.JobLoaded(
-            at=term.now(),
-            spec=job_spec,
-            generation=spec,
-            members=members,
-            ledger=ledger,
-            command="run",
-            checkpoints=found.checkpoints,
-            highest_generation=highest,
-            num_damaged=found.num_damaged,
-            unknown=unknown,
-        )
-    )
+    term.post(msgspec.structs.replace(adopted, mark=mark))
 
 
 def _unknown(known: e.JobLoaded | None, hellos: list[wire.Hello], spec: wire.GenerationSpec, job_spec: wire.JobSpec) -> tuple[str, ...]:
@@ -148,25 +148,18 @@ def _unknown(known: e.JobLoaded | None, hellos: list[wire.Hello], spec: wire.Gen
     return tuple(lines)
 
 
-async def _write(
-    term: Term,
-    store: Store,
-    keys: Keys,
-    spec: wire.GenerationSpec,
-    job_spec: wire.JobSpec,
-    members: dict[str, tuple[wire.WorkerAssignment, ...]],
-    ledger: LedgerRecord,
-    checkpoints: tuple[wire.CheckpointRecord, ...],
-) -> int:
-    """The job's records under the leader's comparison, the generation last: until then agents commit nothing. Its mod_revision."""
-    job = job_spec.job
+async def _write(term: Term, store: Store, keys: Keys, adopted: e.JobLoaded) -> tuple[str, int]:
+    """The job's records under the leader's comparison, the generation last: until then agents commit nothing. The mark of the journal's
+    entry, and the generation's mod_revision."""
+    spec, members, job = adopted.generation, adopted.members, adopted.spec.job
+    assert spec is not None
     names = list(spec.nodes)
     chunks = [names[start : start + _CHUNK_NODES] for start in range(0, len(names), _CHUNK_NODES)]
     early: list[Operation] = [
         Put(keys.members(job, spec.generation, index), msgspec.json.encode(Members(nodes={name: members[name] for name in chunk})))
         for index, chunk in enumerate(chunks)
     ]
-    early += [Put(keys.checkpoint(job, record.step), msgspec.json.encode(record)) for record in checkpoints]
+    early += [Put(keys.checkpoint(job, record.step), msgspec.json.encode(record)) for record in adopted.checkpoints]
     for start in range(0, len(early), _CHUNK_RECORDS):
         await _transact(term, store, early[start : start + _CHUNK_RECORDS])
     record = wire.GenerationRecord(
@@ -178,24 +171,20 @@ async def _write(
         members_hash=hashlib.sha256(msgspec.json.encode(members)).hexdigest()[:16],
         spec=spec,
     )
-    return await _transact(
-        term,
-        store,
-        [
-            Put(keys.job(job, "spec"), msgspec.json.encode(job_spec)),
-            Put(keys.job(job, "ledger"), msgspec.json.encode(ledger)),
-            Put(keys.job(job, "command"), msgspec.json.encode(wire.CommandRecord(command="run", by="adoption"))),
-            Put(keys.job(job, "generation"), msgspec.json.encode(record)),
-        ],
-    )
+    last: list[Operation] = [
+        Put(keys.job(job, "spec"), msgspec.json.encode(adopted.spec)),
+        Put(keys.job(job, "ledger"), msgspec.json.encode(adopted.ledger)),
+        Put(keys.job(job, "command"), msgspec.json.encode(wire.CommandRecord(command="run", by="adoption"))),
+        Put(keys.job(job, "generation"), msgspec.json.encode(record)),
+    ]
+    return await orders.write(term, store, keys, last, adopted)
 
 
-async def _transact(term: Term, store: Store, operations: list[Operation]) -> int:
+async def _transact(term: Term, store: Store, operations: list[Operation]) -> None:
     compare: list[Comparison] = [term.effects.comparison] if term.effects.comparison is not None else []
     result = await store.transaction(compare, operations)
     if not result.succeeded:
         raise StoreError("this supervisor's term is over", where="adoption")
-    return result.revision
 
 
 async def record_pending(term: Term, store: Store, keys: Keys, loaded: e.JobLoaded) -> wire.CheckpointRecord | None:
@@ -225,7 +214,9 @@ async def record_pending(term: Term, store: Store, keys: Keys, loaded: e.JobLoad
     record = msgspec.structs.replace(newest, evidence=("read_back",))
     compare = [version(key) == 0, mod_revision(keys.job(job, "generation")) == known]
     compare += [term.effects.comparison] if term.effects.comparison is not None else []
-    result = await store.transaction(compare, [Put(key, msgspec.json.encode(record))])
+    told = msgspec.json.encode(wire.checkpoint_event(job, record, term.now()))
+    mark = wire.checkpoint_mark(job, record.generation, record.step)
+    result = await store.transaction(compare, [Put(key, msgspec.json.encode(record)), Put(keys.event(mark), told)])
     if not result.succeeded:
         return None
     log.info("job=%s step=%d was durable and pending: committed after reading it back", job, newest.step)

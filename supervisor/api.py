@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from regrow import wire
 from regrow.errors import ConfigurationError, OperationalError, RegrowError
-from regrow.store.base import Put, Store, StoreError
+from regrow.store.base import Delete, Put, Store
 from regrow.supervisor import discovery, documents, openapi
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.view import JobView, View
@@ -243,9 +243,9 @@ class Routes:
             return _json({"job": job.spec.job, "state": job.outcome.state, "changed": False})
         command = JOB_COMMANDS[asked]
         record = wire.CommandRecord(command=command, by=_who(request))  # type: ignore[arg-type]
-        await self._put(self._supervisor.keys.job(job.spec.job, "command"), msgspec.json.encode(record))
+        put = Put(self._supervisor.keys.job(job.spec.job, "command"), msgspec.json.encode(record))
         event = e.CommandGiven(at=self._supervisor.now(), job=job.spec.job, command=command, by=record.by)  # type: ignore[arg-type]
-        self._supervisor.post(event)
+        await self._supervisor.give([put], event)
         return _json({"job": job.spec.job, "command": command, "changed": True})
 
     async def command_node(self, request: Request) -> Response:
@@ -260,11 +260,14 @@ class Routes:
                 f"there is no node {name!r}", where="supervisor", hint=f"known nodes: {', '.join(sorted(view.nodes)) or 'none'}"
             )
         key = self._supervisor.keys.cordon(name)
+        order = e.NodeCommandGiven(at=self._supervisor.now(), node=name, command=command, by=_who(request))
         if command in ("cordon", "drain"):
-            await self._put(key, msgspec.json.encode(Cordon(node=name, drain=command == "drain", by=_who(request))))
+            record = Cordon(node=name, drain=command == "drain", by=order.by)
+            await self._supervisor.give([Put(key, msgspec.json.encode(record))], order)
         elif command == "uncordon":
-            await self._store().delete(key)
-        self._supervisor.post(e.NodeCommandGiven(at=self._supervisor.now(), node=name, command=command, by=_who(request)))
+            await self._supervisor.give([Delete(key)], order)
+        else:
+            self._supervisor.post(order)  # what it changes are decisions
         return _json({"node": name, "command": command})
 
     async def automation(self, request: Request) -> Response:
@@ -273,21 +276,14 @@ class Routes:
         state = request.path_params["state"]
         if state not in ("on", "off"):
             raise NotFoundError(f"automation can be on or off, not {state!r}", where="supervisor")
-        await self._put(self._supervisor.keys.automation, state.encode())
-        self._supervisor.post(e.AutomationSwitched(at=self._supervisor.now(), on=state == "on", by=_who(request)))
+        order = e.AutomationSwitched(at=self._supervisor.now(), on=state == "on", by=_who(request))
+        await self._supervisor.give([Put(self._supervisor.keys.automation, state.encode())], order)
         return _json({"automation": state})
 
     async def actuators(self, _request: Request) -> Response:
         """What Slurm, Kubernetes or a program of the site was told, and what became of it."""
         self._view()
         return _json(self._supervisor.actuators.document())
-
-    async def _put(self, key: str, value: bytes) -> None:
-        term = self._supervisor.term
-        comparison = term.effects.comparison if term is not None else None
-        result = await self._store().transaction([comparison] if comparison is not None else [], [Put(key, value)])
-        if not result.succeeded:
-            raise StoreError("this supervisor's term is over", where=key, hint="ask the new leader")
 
     # --- events
 
@@ -302,18 +298,20 @@ class Routes:
             raise ConfigurationError(f"follow = {follow!r} is neither 0 nor 1", where=str(request.url.path))
         if follow != "1":
             return _json({"events": journal.since(after, job=job, limit=limit or 1_000)})
+        without = frozenset(request.query_params.get("without", "").split(",")) - {""}
         return StreamingResponse(
-            self._follow(after, job, limit or 20_000), media_type="text/event-stream", headers={"cache-control": "no-store"}
+            self._follow(after, job, limit or 20_000, without), media_type="text/event-stream", headers={"cache-control": "no-store"}
         )
 
-    async def _follow(self, after: int, job: str, limit: int) -> AsyncIterator[bytes]:
+    async def _follow(self, after: int, job: str, limit: int, without: frozenset[str]) -> AsyncIterator[bytes]:
         journal = self._supervisor.journal
         follower = journal.follow()
         try:
             last = after
             for entry in journal.since(after, job=job, limit=limit):
                 last = entry.id
-                yield _sse(entry)
+                if entry.kind not in without:
+                    yield _sse(entry)
             yield b": here\n\n"
             while journal.follows(follower) or not follower.empty():
                 try:
@@ -324,7 +322,7 @@ class Routes:
                     continue
                 if entry is None:
                     return
-                if entry.id > last and (not job or entry.job == job):
+                if entry.id > last and (not job or entry.job == job) and entry.kind not in without:
                     last = entry.id
                     yield _sse(entry)
         finally:

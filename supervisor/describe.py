@@ -8,11 +8,13 @@ import msgspec
 
 from regrow import wire
 from regrow.release import VERSION
+from regrow.supervisor import recent
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
 from regrow.supervisor.journal import Journal
+from regrow.supervisor.keys import decision_mark
 
-_PLAIN = ("at", "event", "action", "job", "node", "generation")
+_PLAIN = ("at", "event", "action", "job", "node", "generation", "mark")
 _LONG_TEXT = 4_000
 
 
@@ -55,9 +57,14 @@ def _fields(message: msgspec.Struct) -> dict[str, Any]:
 
 
 def journal_event(journal: Journal, epoch: int, event: e.Event) -> None:
-    """Write a fact. Wake-ups are none."""
+    """Write a fact. Wake-ups are none. Of a checkpoint that is committed an agent tells, and the store: it is written once."""
     if isinstance(event, e.Tick | e.Issued):
         return
+    mark = _mark(event)
+    if mark in journal.marks:
+        if not (isinstance(event, e.CheckpointMoved) and event.evidence):
+            return
+        mark = ""
     data = _data(event)
     if isinstance(event, e.NodeJoined):
         hello = event.hello
@@ -76,6 +83,7 @@ def journal_event(journal: Journal, epoch: int, event: e.Event) -> None:
         generation=generation if isinstance(generation, int) else 0,
         text=_text(event),
         data=data,
+        mark=mark,
     )
 
 
@@ -97,7 +105,21 @@ def journal_action(journal: Journal, epoch: int, seq: int, at: float, action: a.
         generation=generation,
         text=reason or str(getattr(action, "reason", "")),
         data=data | {"seq": seq},
+        mark=decision_mark(epoch, seq) if isinstance(action, recent.Change) else "",
     )
+
+
+def _mark(event: e.Event) -> str:
+    """The name that the store has for it (`recent`); empty: none, it changes no record."""
+    match event:
+        case e.CheckpointMoved() if event.state == "committed" and not event.damaged:
+            return wire.checkpoint_mark(event.job, event.generation, event.step)
+        case e.CheckpointGone():
+            return wire.checkpoint_mark(event.job, event.generation, event.step, gone=True)
+        case e.CommandGiven() | e.NodeCommandGiven() | e.AutomationSwitched() | e.JobLoaded():
+            return event.mark
+        case _:
+            return ""
 
 
 def _devices(hello: wire.Hello) -> list[str]:

@@ -17,7 +17,6 @@ from regrow.store.base import (
     Delete,
     Get,
     KeyValue,
-    NoSpace,
     Operation,
     Put,
     Store,
@@ -33,14 +32,15 @@ from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.records import LedgerRecord
 from regrow.supervisor.core.view import Incident, View
 from regrow.supervisor.keys import Keys
+from regrow.supervisor.outbox import Outbox
 from regrow.supervisor.recent import Recent
+from regrow.supervisor.writes import Writes
 
 log = logging.getLogger("regrow.supervisor.effects")
 
 _CHUNK_NODES = 128
 _KEPT_GENERATIONS = 20
 _RETRY_SECONDS = 0.3
-_MOST_ALONG = 32
 _RECORD_SECONDS = 4.0
 
 
@@ -97,32 +97,30 @@ class Effects:
         self._keys = keys
         self.comparison = comparison
         """Holds in the store as long as the term lasts; part of every transaction."""
-        self._connections = connections
         self._post = post
         self._now = now
         self._lost = lost
         self._tasks: set[asyncio.Task[None]] = set()
         self.recent = Recent(keys)
-        self._dirty: dict[str, bytes | None] = {}
-        self._along: dict[str, list[Operation]] = {}
-        """{key: what is written in the same transaction}."""
-        self._more = asyncio.Event()
-        self._flusher: asyncio.Task[None] | None = None
+        self._outbox = Outbox(connections, self._not_sent)
+        self._writes = Writes(store, comparison, post=post, now=now, lost=lost)
+        self._writing: asyncio.Task[None] | None = None
         self.generation_revisions: dict[str, int] = {}
         """mod_revision of each job's generation record as we know it."""
 
     def start(self) -> None:
         """Begin to write."""
-        self._flusher = asyncio.create_task(self._flush(), name="supervisor-flush")
+        self._writing = asyncio.create_task(self._writes.run(), name="supervisor-writes")
 
     async def stop(self, *, drain_seconds: float = 0.0) -> None:
         """End all writes; wait up to `drain_seconds` for what is on its way."""
+        self._outbox.stop()
         if drain_seconds > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_seconds):
-                    while self._dirty or self._tasks:  # noqa: ASYNC110  # bounded, at the end of a process
+                    while self._writes or self._tasks:  # noqa: ASYNC110  # bounded, at the end of a process
                         await asyncio.sleep(0.01)
-        tasks = [*self._tasks, *([self._flusher] if self._flusher else [])]
+        tasks = [*self._tasks, *([self._writing] if self._writing else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -130,44 +128,35 @@ class Effects:
     def write(self, key: str, value: bytes | None, along: Sequence[Operation] = ()) -> None:
         """Write (None: delete) a key soon, and again until the store took it. The newest value of a key wins. `along` goes into the
         same transaction, whichever value that has."""
-        self._dirty[key] = value
-        if along:
-            self._along.setdefault(key, []).extend(along)
-        self._more.set()
+        self._writes.write(key, value, along)
 
     def dispatch(self, seq: int, action: a.Action, view: View) -> None:
         """Carry out one action. What does not come back as a message of an agent comes back through `post`."""
         epoch = view.epoch
         match action:
             case a.RecordGeneration():
-                if self._keys.job(action.job, "ledger") in self._dirty:
+                if self._keys.job(action.job, "ledger") in self._writes:
                     self._ledger(action.job, action.ledger)
                 self._spawn(self._record(seq, action, epoch))
             case a.StartMember():
-                self._start_member(seq, action, view)
-            case a.StopWorkers():
-                order = wire.StopGeneration(
-                    epoch=epoch,
-                    seq=seq,
-                    job=action.job,
-                    generation=action.generation,
-                    grace_seconds=action.grace_seconds,
-                    reason=action.reason,
-                )
-                if not self._send(action.node, order):
-                    self._failed(seq, "stop_workers", "not connected", job=action.job, node=action.node, generation=action.generation)
-            case a.AskSave() | a.TellRate() | a.AskStacks() | a.ReleaseNode():
-                self._order(seq, action, epoch)
-            case a.AskReach() | a.AskAgain():
-                self._ask_reach(action, view)
-            case a.ClearHealth():
-                if not self._send(action.node, wire.ClearHealth(epoch=epoch, seq=seq, by="operator")):
-                    self._failed(seq, "clear_health", "not connected", job="", node=action.node)
+                self._outbox.start(seq, action, view)
+            case (
+                a.StopWorkers()
+                | a.AskSave()
+                | a.TellRate()
+                | a.AskStacks()
+                | a.ReleaseNode()
+                | a.AskReach()
+                | a.AskAgain()
+                | a.ClearHealth()
+            ):
+                self._outbox.order(seq, action, view)
             case a.SetQuarantine():
                 changed = msgspec.json.encode(action.record)
                 self.write(self._keys.quarantined(action.record.key), changed, self.recent.operations(epoch, seq, action, self._now()))
             case a.SetCheckpoint():
-                self._spawn(self._amend_checkpoint(action.job, action.step, action.evidence, action.damaged))
+                along = self.recent.operations(epoch, seq, action, self._now())
+                self._spawn(self._amend_checkpoint(action.job, action.step, action.evidence, action.damaged, along))
             case a.ParkJob() | a.EndJob() | a.SaveLedger():
                 self._ledger(action.job, action.ledger, self.recent.operations(epoch, seq, action, self._now()))
             case a.EndBoundary() | a.Observe() | a.Page():
@@ -175,62 +164,12 @@ class Effects:
             case _:
                 assert_never(action)
 
-    # --- orders
-
-    def _order(self, seq: int, action: a.AskSave | a.TellRate | a.AskStacks | a.ReleaseNode, epoch: int) -> None:
-        match action:
-            case a.AskSave():
-                save = wire.RequestSave(
-                    epoch=epoch, seq=seq, job=action.job, generation=action.generation, stop_after=action.stop_after, reason=action.reason
-                )
-                self._send_all(action.nodes, save)
-            case a.TellRate():
-                rate, tiers = action.failures_per_second, action.tier_rates
-                told = wire.SetInterval(
-                    epoch=epoch, seq=seq, job=action.job, generation=action.generation, failures_per_second=rate, tier_rates=tiers
-                )
-                self._send_all(action.nodes, told)
-            case a.AskStacks():
-                self._send_all(action.nodes, wire.CollectStacks(job=action.job, generation=action.generation))
-            case a.ReleaseNode():
-                self._send(action.node, wire.ReleaseNode(epoch=epoch, seq=seq, reason=action.reason))
-            case _:
-                assert_never(action)
-
-    def _ask_reach(self, action: a.AskReach | a.AskAgain, view: View) -> None:
-        if isinstance(action, a.AskAgain):
-            known = {action.node: view.nodes[action.node].peer_address}
-            self._send_all(action.witnesses, wire.ProbePeers(job="", generation=0, peers=known))
-            return
-        for node, peers in action.peers.items():
-            known = {peer: view.nodes[peer].peer_address for peer in peers if peer in view.nodes}
-            self._send_all((node,), wire.ProbePeers(job=action.job, generation=action.generation, peers=known))
-
-    def _send(self, node: str, message: msgspec.Struct) -> bool:
-        connection = self._connections.get(node)
-        return connection is not None and connection.send(message)
-
-    def _send_all(self, nodes: Sequence[str], message: msgspec.Struct) -> None:
-        for node in nodes:
-            if not self._send(node, message):
-                log.info("node=%s does not get %s: not connected", node, type(message).__name__)
-
-    def _start_member(self, seq: int, action: a.StartMember, view: View) -> None:
-        job = view.jobs.get(action.job)
-        generation = job.generation if job is not None else None
-        if job is None or generation is None or generation.number != action.generation:
-            return
-        order = wire.StartGeneration(
-            epoch=view.epoch,
-            seq=seq,
-            spec=generation.spec,
-            job_spec=job.spec,
-            workers=generation.members[action.node].workers,
-            group_rank=action.group_rank,
-            master_address=action.master_address,
-        )
-        if not self._send(action.node, order):
-            self._failed(seq, "start_member", "not connected", job=action.job, node=action.node, generation=action.generation)
+    def _not_sent(self, seq: int, action: a.StartMember | a.StopWorkers | a.ClearHealth, reason: str) -> None:
+        kind = str(action.__struct_config__.tag)
+        if isinstance(action, a.ClearHealth):
+            self._failed(seq, kind, reason, job="", node=action.node)
+        else:
+            self._failed(seq, kind, reason, job=action.job, node=action.node, generation=action.generation)
 
     # --- the store
 
@@ -333,7 +272,9 @@ class Effects:
         result = await self._store.transaction(compare, operations, (), timeout=_RECORD_SECONDS)
         return result.succeeded
 
-    async def _amend_checkpoint(self, job: str, step: int, evidence: tuple[str, ...], damaged: str) -> None:
+    async def _amend_checkpoint(
+        self, job: str, step: int, evidence: tuple[str, ...], damaged: str, along: Sequence[Operation] = ()
+    ) -> None:
         """Add evidence to a checkpoint's record or mark it damaged, by compare-and-swap, until done."""
         key = self._keys.checkpoint(job, step)
         while True:
@@ -348,7 +289,7 @@ class Effects:
                 if changed == record:
                     return
                 compare = [mod_revision(key) == item.mod_revision, *([self.comparison] if self.comparison else [])]
-                result = await self._store.transaction(compare, [Put(key, msgspec.json.encode(changed))])
+                result = await self._store.transaction(compare, [Put(key, msgspec.json.encode(changed)), *along])
                 if result.succeeded:
                     return
             except StoreError as error:
@@ -357,36 +298,6 @@ class Effects:
                 log.exception("job=%s checkpoint step=%d is not readable", job, step)
                 return
             await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _flush(self) -> None:
-        """Write what is dirty, newest value of each key, until cancelled."""
-        up = True
-        while True:
-            while not self._dirty:
-                self._more.clear()
-                await self._more.wait()
-            key, value = next(iter(self._dirty.items()))
-            along = tuple(self._along.get(key, ())[:_MOST_ALONG])
-            try:
-                written = await self._guarded([Put(key, value) if value is not None else Delete(key), *along])
-            except StoreError as error:
-                if up:
-                    why = f"{error.what}" + (" (the store is full)" if isinstance(error, NoSpace) else "")
-                    self._post(e.StoreChanged(at=self._now(), up=False, reason=why))
-                    up = False
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            if not up:
-                self._post(e.StoreChanged(at=self._now(), up=True))
-                up = True
-            if not written:
-                self._lost("the leader's record is not ours any more")
-                return
-            left = self._along.pop(key, [])[len(along) :]
-            if left:
-                self._along[key] = left
-            elif self._dirty.get(key, ...) is value:
-                del self._dirty[key]
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,12 +17,16 @@ from typing import Any
 
 import msgspec
 
+from regrow.supervisor import marks
+from regrow.supervisor.marks import Marks
+
 log = logging.getLogger("regrow.supervisor.journal")
 
 _RING = 20_000
 _FOLLOWER_BACKLOG = 5_000
-_DECISIONS = ("record_generation", "park_job", "end_job", "set_quarantine", "decided")
-"""Kinds of which the store has a copy (`supervisor.recent`); the last: one that was found there."""
+_ROUTINE = frozenset({"steps_completed"})
+_HOLD_SECONDS = 0.5
+"""Most that an entry of a routine kind waits for others to be archived with."""
 _SCHEMA = """
 create table if not exists events (
   id integer primary key, epoch integer not null, at real not null, kind text not null,
@@ -58,8 +63,10 @@ class Journal:
         self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._next = 1
-        self.last_decided = (0, 0)
-        """(epoch, number of the order) of the newest decision that is here."""
+        self.marks = Marks(path)
+        """Which events of the store (`supervisor.recent`) are here."""
+        self._marked: dict[int, str] = {}
+        """{entry that is on its way into the file: its mark}."""
 
     def open(self) -> None:
         """Continue after the last archived entry.
@@ -74,13 +81,9 @@ class Journal:
             row = database.execute("select coalesce(max(id), 0) from events").fetchone()
             self._next = int(row[0]) + 1
             recent = database.execute("select body from events order by id desc limit 1000").fetchall()
-            marks = ", ".join("?" * len(_DECISIONS))
-            newest = f"select body from events where kind in ({marks}) order by id desc limit 1"  # noqa: S608  # question marks only
-            decided = database.execute(newest, _DECISIONS).fetchone()
+            marks.prepare(database)
         for (body,) in reversed(recent):
             self._ring.append(msgspec.json.decode(body, type=Entry))
-        if decided is not None:
-            self._note_decision(msgspec.json.decode(decided[0], type=Entry))
         self._thread = threading.Thread(target=self._archive, name="regrow-journal", daemon=True)
         self._thread.start()
 
@@ -105,16 +108,20 @@ class Journal:
         generation: int = 0,
         text: str = "",
         data: dict[str, Any] | None = None,
+        mark: str = "",
     ) -> Entry:
-        """Add an entry and hand it to the archive and the followers."""
+        """Add an entry and hand it to the archive and the followers. `mark`: name of the event of the store that it tells."""
         stamp = datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="milliseconds")
         entry = Entry(
             id=self._next, epoch=epoch, at=at, time=stamp, kind=kind, job=job, node=node, generation=generation, text=text, data=data or {}
         )
         self._next += 1
-        self._note_decision(entry)
+        if mark:
+            self.marks.add(mark)
         self._ring.append(entry)
         if self._thread is not None:
+            if mark:
+                self._marked[entry.id] = mark
             self._queue.put(entry)
         for follower in list(self._followers):
             try:
@@ -123,10 +130,6 @@ class Journal:
                 self._followers.discard(follower)
                 log.warning("a follower of the journal was too slow and is dropped")
         return entry
-
-    def _note_decision(self, entry: Entry) -> None:
-        if entry.kind in _DECISIONS:
-            self.last_decided = max(self.last_decided, (entry.epoch, int(entry.data.get("seq", 0))))
 
     def since(self, after: int, *, job: str = "", limit: int = 1_000) -> list[Entry]:
         """Entries in memory with an id above `after`, oldest first; the newest `limit` of them."""
@@ -151,18 +154,32 @@ class Journal:
         assert self._path is not None
         with contextlib.closing(sqlite3.connect(self._path)) as database:
             while True:
-                batch = [self._queue.get()]
-                while not self._queue.empty():
-                    batch.append(self._queue.get())
-                rows = [_row(entry) for entry in batch if entry is not None]
+                batch = self._gather()
+                entries = [entry for entry in batch if entry is not None]
+                rows = [_row(entry) for entry in entries]
+                marked = [mark for entry in entries if (mark := self._marked.pop(entry.id, ""))]
                 try:
                     with database:
                         database.executemany("insert or ignore into events values (?,?,?,?,?,?,?,?)", rows)
+                        marks.insert(database, marked)
                 except sqlite3.Error:
                     log.exception("%d journal entries are not archived", len(rows))
                 self.archived()
                 if None in batch:
                     return
+
+    def _gather(self) -> list[Entry | None]:
+        """What goes into one commit. Completed steps wait for what comes next, `_HOLD_SECONDS` at most: a commit is a write to the disk."""
+        batch = [self._queue.get()]
+        until = time.monotonic() + _HOLD_SECONDS
+        while (newest := batch[-1]) is not None and newest.kind in _ROUTINE:
+            try:
+                batch.append(self._queue.get(timeout=max(0.0, until - time.monotonic())))
+            except queue.Empty:
+                return batch
+        while not self._queue.empty():
+            batch.append(self._queue.get())
+        return batch
 
 
 def _row(entry: Entry) -> tuple[Any, ...]:

@@ -52,6 +52,16 @@ class Keys:
         """The last order to an actuator for a node; with an empty node the prefix of all of them."""
         return f"{self.actuations}{actuator}/{node}"
 
-    def event(self, epoch: int, seq: int) -> str:
+    def event(self, mark: str) -> str:
         """A journal entry that came with a change of state."""
-        return f"{self.events}{epoch:06d}-{seq:09d}"
+        return f"{self.events}{mark}"
+
+
+def decision_mark(epoch: int, seq: int) -> str:
+    """Of a leader's own action."""
+    return f"{epoch:06d}-{seq:09d}"
+
+
+def order_mark(epoch: int, seq: int, number: int) -> str:
+    """Of an operator's order: the `number`th of this term, given after the action `seq`."""
+    return f"{decision_mark(epoch, seq)}.{number:06d}"

@@ -28,8 +28,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     events: tuple[e.Event, ...]
     generation_revisions: dict[str, int]
-    decided: dict[tuple[int, int], recent.Decided]
-    """What earlier leaders decided last."""
+    told: dict[str, wire.EventRecord]
+    """The newest events of earlier terms, by their marks (`recent`)."""
 
 
 async def load(store: Store, keys: Keys, now: float) -> Loaded:
@@ -59,7 +59,7 @@ async def load(store: Store, keys: Keys, now: float) -> Loaded:
         made, revision = await _job(keys, jobs, name, now)
         revisions |= {name: revision} if revision else {}
         events += [made] if made is not None else []
-    return Loaded(events=tuple(events), generation_revisions=revisions, decided=await recent.load(store, keys))
+    return Loaded(events=tuple(events), generation_revisions=revisions, told=await recent.load(store, keys))
 
 
 async def _job(keys: Keys, listing: Listing, name: str, now: float) -> tuple[e.JobLoaded | None, int]:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import msgspec
 from regrow import security, wire
 from regrow.clock import SystemClock
 from regrow.errors import ConfigurationError, OperationalError
-from regrow.store.base import Store, StoreError
+from regrow.store.base import Operation, Store, StoreError
 from regrow.store.election import Leadership, campaign
 from regrow.store.open import open_store
-from regrow.supervisor import adoption, loading, recent, upgrade
+from regrow.supervisor import adoption, loading, orders, recent, upgrade
 from regrow.supervisor.actuators.config import ActuatorConfig
 from regrow.supervisor.actuators.group import Actuators
 from regrow.supervisor.actuators.loop import Tenure
@@ -36,6 +36,7 @@ from regrow.supervisor.http_server import ApiServer
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
 from regrow.supervisor.metrics import Metrics
+from regrow.supervisor.orders import Order
 from regrow.supervisor.term import Term, raise_epoch
 
 log = logging.getLogger("regrow.supervisor")
@@ -243,9 +244,11 @@ class Supervisor:
             raise_epoch=self._higher_epoch,
         )
         term.effects.generation_revisions = dict(loaded.generation_revisions)
-        term.effects.recent.begin(loaded.decided)
-        recent.tell(self.journal, loaded.decided)
+        term.effects.recent.begin(loaded.told)
+        recent.tell(self.journal, loaded.told)
         self.term = term
+        if self._stop.is_set():  # it was told to stop while it took over
+            term.end("stopped")
         watcher = asyncio.create_task(self._until_deposed(leadership, term))
         jobs = tuple(event for event in loaded.events if isinstance(event, e.JobLoaded))
         begin = tuple(event for event in loaded.events if not isinstance(event, e.JobLoaded)) if self.config.adopt else loaded.events
@@ -369,6 +372,16 @@ class Supervisor:
         """A fact for the next turn."""
         assert self.term is not None
         self.term.post(event)
+
+    async def give(self, operations: Sequence[Operation], order: Order) -> None:
+        """An operator's order: the change of the store with its entry for the journal, then the fact.
+
+        Raises:
+            StoreError: the store did not take it, or this term is over.
+        """
+        assert self.term is not None
+        assert self.store is not None
+        await orders.give(self.term, self.store, self.keys, operations, order)
 
 
 def _tls(config: SupervisorConfig, *, clients_show: bool) -> security.Tls | None:

@@ -10,7 +10,8 @@ from regrow import wire
 from regrow.errors import ConfigurationError
 from regrow.ids import check_name
 from regrow.parallel.planner import choose_mesh
-from regrow.store.base import Put, Store, StoreError
+from regrow.store.base import Put, Store
+from regrow.supervisor import orders
 from regrow.supervisor.core import events as e
 from regrow.supervisor.core.records import LedgerRecord
 from regrow.supervisor.core.view import JobView
@@ -72,15 +73,13 @@ async def submit(term: Term, store: Store, keys: Keys, spec: wire.JobSpec, now: 
     _check_folder(term, spec)
     ledger = known.ledger if known is not None else _stored_ledger(await store.get(keys.job(spec.job, "ledger")))
     fresh = LedgerRecord(frontier=0 if spec.checkpoint.fresh_start else ledger.frontier)
-    compare = [term.effects.comparison] if term.effects.comparison is not None else []
+    loaded = e.JobLoaded(at=now, spec=spec, ledger=fresh, submitted=True)
     writes = [
         Put(keys.job(spec.job, "spec"), msgspec.json.encode(spec)),
         Put(keys.job(spec.job, "ledger"), msgspec.json.encode(fresh)),
         Put(keys.job(spec.job, "command"), msgspec.json.encode(wire.CommandRecord(command="run", by="submit"))),
     ]
-    result = await store.transaction(compare, writes)
-    if not result.succeeded:
-        raise StoreError("this supervisor's term is over", where=keys.leader, hint="the new leader takes the job")
+    mark, _ = await orders.write(term, store, keys, writes, loaded)
     listing = await store.get_prefix(f"{keys.jobs}{spec.job}/checkpoints/")
     stored = [msgspec.json.decode(item.value, type=wire.CheckpointRecord) for item in listing]
     found = await asyncio.to_thread(on_storage, spec, stored)
@@ -90,14 +89,12 @@ async def submit(term: Term, store: Store, keys: Keys, spec: wire.JobSpec, now: 
         number = msgspec.json.decode(item.value, type=wire.GenerationRecord).number
         term.effects.generation_revisions[spec.job] = item.mod_revision
     term.post(
-        e.JobLoaded(
-            at=now,
-            spec=spec,
-            ledger=fresh,
+        msgspec.structs.replace(
+            loaded,
+            mark=mark,
             checkpoints=() if spec.checkpoint.fresh_start else found.checkpoints,
             num_damaged=0 if spec.checkpoint.fresh_start else found.num_damaged,
             highest_generation=max(number, found.highest_generation, known.highest_generation if known is not None else 0),
-            submitted=True,
         )
     )
 

@@ -16,22 +16,21 @@ from regrow.supervisor import describe
 from regrow.supervisor.beat_server import Connection
 from regrow.supervisor.config import SupervisorConfig
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core.commits import committed
 from regrow.supervisor.core.invariants import check
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.turn import turn
 from regrow.supervisor.core.view import View
-from regrow.supervisor.detector import Silence, Stall, next_look
+from regrow.supervisor.detector import Silence, Stall, look_seconds, next_look
 from regrow.supervisor.effects import Effects, Incidents
 from regrow.supervisor.journal import Journal
 from regrow.supervisor.keys import Keys
 from regrow.supervisor.learned import Learned
 from regrow.supervisor.linger import Linger
 from regrow.supervisor.steps import Steps
+from regrow.supervisor.watches import Watches
 
 log = logging.getLogger("regrow.supervisor")
 
-_LOOK_SECONDS = 0.1
 _LEAST_SLEEP_SECONDS = 0.001
 
 
@@ -78,7 +77,7 @@ class Term:
         self._raise_epoch = raise_epoch
         self._queue: list[e.Event] = []
         self._wake = asyncio.Event()
-        self._silence = Silence(silence_seconds=config.silence_seconds, look_seconds=_LOOK_SECONDS)
+        self._silence = Silence(silence_seconds=config.silence_seconds, look_seconds=look_seconds(config.silence_seconds))
         self._stalls: dict[str, Stall] = {}
         self._lingers: dict[str, Linger] = {}
         self._steps: dict[str, Steps] = {}
@@ -104,7 +103,8 @@ class Term:
     async def run(self, begin: tuple[e.Event, ...]) -> None:
         """Turns, until the term ends. `begin`: what was loaded."""
         self.effects.start()
-        watches = [asyncio.create_task(self._watch_nodes()), asyncio.create_task(self._watch_checkpoints())]
+        watching = Watches(self._store, self._keys, self.effects, look=lambda: self.view, post=self.post, now=self._now)
+        watches = [asyncio.create_task(watching.nodes()), asyncio.create_task(watching.checkpoints())]
         for event in begin:
             if isinstance(event, e.JobLoaded):
                 self._learned.loaded(event.spec.job, event.learned, self._now())
@@ -215,7 +215,9 @@ class Term:
                 found = self._lingers[name].idle(job.generation, now, job.spec.hang_idle_seconds)
             if found is not None:
                 self.post(found)
-        return next_look(now, _LOOK_SECONDS, (self._silence.due_at, *(stall.due_at for stall in self._stalls.values())))
+        return next_look(
+            now, look_seconds(self._config.silence_seconds), (self._silence.due_at, *(stall.due_at for stall in self._stalls.values()))
+        )
 
     def _reachable(self, node: str, now: float, *, reachable: bool) -> None:
         for steps in self._steps.values():
@@ -335,46 +337,6 @@ class Term:
     def _is_member(self, job: str, node: str) -> bool:
         view = self.view.jobs.get(job)
         return view is not None and view.generation is not None and node in view.generation.members
-
-    # --- the store
-
-    async def _watch_nodes(self) -> None:
-        """Leases that expired: the backstop of the beat connections."""
-        async with self._store.watch_prefix(self._keys.nodes) as watch:
-            async for batch in watch:
-                for event in batch.events:
-                    if event.kind == "delete":
-                        self.post(e.LeaseExpired(at=self._now(), node=event.key.removeprefix(self._keys.nodes)))
-
-    async def _watch_checkpoints(self) -> None:
-        """Commits and removals by the committing agents, whoever was told of them."""
-        async with self._store.watch_prefix(self._keys.jobs) as watch:
-            async for batch in watch:
-                if batch.snapshot is not None and not self.view.jobs:
-                    continue
-                for event in batch.events:
-                    job, _, rest = event.key.removeprefix(self._keys.jobs).partition("/")
-                    if not rest.startswith("checkpoints/"):
-                        continue
-                    self._checkpoint_event(job, rest, event.kind, event.value)
-
-    def _checkpoint_event(self, job: str, rest: str, kind: str, value: bytes) -> None:
-        step = rest.removeprefix("checkpoints/")
-        if not step.isdigit():
-            return
-        if kind == "delete":
-            self.post(e.CheckpointGone(at=self._now(), job=job, step=int(step)))
-            return
-        try:
-            record = msgspec.json.decode(value, type=wire.CheckpointRecord)
-        except msgspec.MsgspecError:
-            log.warning("job=%s checkpoint record of step %s is not readable", job, step)
-            return
-        view = self.view.jobs.get(job)
-        known = view.checkpoints.get(record.step) if view is not None else None
-        if known is not None and (known.directory, known.evidence, known.damaged) == (record.directory, record.evidence, record.damaged):
-            return
-        self.post(committed(job, record, self._now()))
 
 
 async def raise_epoch(store: Store, keys: Keys, comparison: Comparison | None, at_least: int) -> int:

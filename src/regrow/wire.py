@@ -873,6 +873,38 @@ class CommandRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = PROTOCOL_VERSION
 
 
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """/events/<mark>: an entry of the journal, written in the transaction of the change that it is about."""
+
+    kind: str
+    at: float
+    """Unix seconds of who wrote it: for people."""
+    epoch: int = 0
+    """Term of the leader that decided; of a checkpoint: of the leader of its generation."""
+    reason: str = ""
+    job: str = ""
+    node: str = ""
+    generation: int = 0
+    version: int = PROTOCOL_VERSION
+
+
+def checkpoint_mark(job: str, generation: int, step: int, *, gone: bool = False) -> str:
+    """Name of the journal's entry for a checkpoint that was committed, or (`gone`) removed: the same for agents and supervisors."""
+    return f"checkpoints/{job}/{generation}/{step}" + ("/gone" if gone else "")
+
+
+def checkpoint_event(job: str, record: CheckpointRecord, at: float, *, gone: bool = False) -> EventRecord:
+    """The journal's entry for a checkpoint that was committed, or (`gone`) removed; `at` in Unix seconds."""
+    return EventRecord(
+        kind="checkpoint_gone" if gone else "checkpoint_moved",
+        at=at,
+        epoch=record.epoch,
+        reason=f"checkpoint of step {record.step}: {'removed' if gone else 'committed'}",
+        job=job,
+        generation=record.generation,
+    )
+
+
 class Unknown(msgspec.Struct, frozen=True):
     """A message of a type that this version does not know. Never an error: logged and left alone."""
 

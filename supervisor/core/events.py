@@ -19,6 +19,12 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_
     at: float
 
 
+class _Order(_Event, frozen=True, kw_only=True):
+    by: str = ""
+    mark: str = ""
+    """Name of the store's own entry of it (`supervisor.recent`)."""
+
+
 class _OfGeneration(_Event, frozen=True, kw_only=True):
     job: str
     generation: int
@@ -71,11 +77,10 @@ class ActionFailed(_Event, frozen=True, kw_only=True, tag="action_failed"):
     fenced: bool = False
 
 
-class AutomationSwitched(_Event, frozen=True, kw_only=True, tag="automation_switched"):
+class AutomationSwitched(_Order, frozen=True, kw_only=True, tag="automation_switched"):
     """The one switch that stops every automatic action."""
 
     on: bool
-    by: str = ""
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------
@@ -100,14 +105,14 @@ class JobLoaded(_Event, frozen=True, kw_only=True, tag="job_loaded"):
     """Those that leaders before this one wrote down, oldest first; the last may be open."""
     unknown: tuple[str, ...] = ()
     """Rebuilt from agents and storage after the store lost it: what could not be known."""
+    mark: str = ""
 
 
-class CommandGiven(_Event, frozen=True, kw_only=True, tag="command_given"):
+class CommandGiven(_Order, frozen=True, kw_only=True, tag="command_given"):
     """An operator wants something of a job. It is in the store already."""
 
     job: str
     command: Literal["run", "stop", "save-and-stop", "pause", "abort"]
-    by: str = ""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------
@@ -172,12 +177,11 @@ class NodeLeaving(_Event, frozen=True, kw_only=True, tag="node_leaving"):
     notice_seconds: float = 0.0
 
 
-class NodeCommandGiven(_Event, frozen=True, kw_only=True, tag="node_command_given"):
+class NodeCommandGiven(_Order, frozen=True, kw_only=True, tag="node_command_given"):
     """An operator's order on a node."""
 
     node: str
     command: Literal["cordon", "uncordon", "drain", "clear"]
-    by: str = ""
 
 
 class QuarantineLoaded(_Event, frozen=True, kw_only=True, tag="quarantine_loaded"):
@@ -353,6 +357,7 @@ class CheckpointGone(_Event, frozen=True, kw_only=True, tag="checkpoint_gone"):
 
     job: str
     step: int
+    generation: int = 0
 
 
 Event = (

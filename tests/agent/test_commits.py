@@ -109,6 +109,10 @@ async def test_durable_then_committed_under_the_generations_fence(tmp_path: Path
     assert item is not None
     record = msgspec.json.decode(item.value, type=wire.CheckpointRecord)
     assert (record.step, record.generation, record.directory, record.record_digest) == (1, 1, done.directory, done.record_digest)
+    told = await store.get(keys.event(wire.checkpoint_mark("job", 1, 1)))
+    assert told is not None
+    assert told.mod_revision == item.mod_revision, "the journal's entry is in the same transaction"
+    assert msgspec.json.decode(told.value, type=wire.EventRecord).reason == "checkpoint of step 1: committed"
     newest = catalog.newest_restorable(tmp_path)
     assert newest is not None
     assert (newest.step, newest.record_digest) == (1, done.record_digest)
@@ -127,6 +131,7 @@ async def test_an_agent_that_was_left_behind_commits_nothing(tmp_path: Path, sto
     failed = await one.until("failed")
     assert "generation 1 of job job is over" in failed.reason
     assert await store.get(keys.checkpoint("job", 1)) is None
+    assert await store.get(keys.event(wire.checkpoint_mark("job", 1, 1))) is None
     refused = one.committer.add(shards(tmp_path, 2, spec))
     assert refused is not None
     assert refused.outcome == "refused"
@@ -228,6 +233,10 @@ async def test_retention_follows_each_commit_and_its_keys(tmp_path: Path, store:
             await asyncio.sleep(0.02)
     assert [entry.step for entry in catalog.scan(tmp_path)] == [4, 3, 2], "two of the last, and the best"
     assert await store.get(keys.checkpoint("job", 2)) is not None
+    told = await store.get(keys.event(wire.checkpoint_mark("job", 1, 1, gone=True)))
+    assert told is not None
+    assert msgspec.json.decode(told.value, type=wire.EventRecord).kind == "checkpoint_gone"
+    assert await store.get(keys.event(wire.checkpoint_mark("job", 1, 2, gone=True))) is None
 
 
 async def test_a_committing_agent_that_moved_is_found(tmp_path: Path) -> None:

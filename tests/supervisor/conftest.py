@@ -61,11 +61,12 @@ class Cluster:
         self.tasks: list[asyncio.Task[None]] = []
         self.open_store = open_store
 
-    async def supervisor(self, *, ttl: float = 2.0, adopt: bool = False) -> Supervisor:
+    async def supervisor(self, *, ttl: float = 2.0, adopt: bool = False, state: str = "") -> Supervisor:
+        """`state`: the folder of one that has ended or will; empty: one of its own."""
         config = SupervisorConfig(
             cluster="test",
             store="memory://",
-            state=str(self.tmp_path / f"s{len(self.supervisors)}"),
+            state=state or str(self.tmp_path / f"s{len(self.supervisors)}"),
             ttl=5.0 if self.full else ttl,
             beat_seconds=0.5 if self.full else 0.1,
             silence_seconds=2.0 if self.full else 0.5,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 from scene import form
 from stub_agent import StubAgent, eventually
 
 from regrow import wire
 from regrow.store.memory import MemoryStore
+from regrow.supervisor import loading
 from regrow.supervisor.core import rates
 from regrow.supervisor.core.records import LearnedRecord
 
@@ -48,12 +50,28 @@ async def test_standby_takes_over_without_touching_workers(cluster: Cluster) -> 
     assert second.term is not None
     assert second.term.view.epoch == 2
     told = [(entry.epoch, entry.generation, entry.data["kind"]) for entry in second.journal.since(0) if entry.kind == "decided"]
-    assert told == [(1, 1, "record_generation")], "it has a disk of its own, and what the first one decided from the store"
+    assert told == [(1, 0, "job_loaded"), (1, 1, "record_generation")], (
+        "it has a disk of its own, and what the first one decided from the store"
+    )
     assert cluster.job().generation.number == 1
     assert not cluster.job().incidents
     cluster.agents["n0"].exit(0, signal=9)
     await cluster.generation(2, num_nodes=2)
     assert cluster.agents["n0"].order.epoch == 2
+
+
+async def test_a_supervisor_that_is_stopped_while_it_takes_over_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = loading.load
+
+    async def loaded_and_stopped(*arguments: Any) -> loading.Loaded:
+        found = await load(*arguments)
+        cluster.supervisors[0].stop()
+        return found
+
+    monkeypatch.setattr(loading, "load", loaded_and_stopped)
+    await cluster.supervisor()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*cluster.tasks)
 
 
 async def test_store_outage_costs_no_worker(cluster: Cluster, store: MemoryStore) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from regrow.supervisor.core.records import LedgerRecord, QuarantineRecord
 from regrow.supervisor.core.view import View
 from regrow.supervisor.effects import Effects, Members
 from regrow.supervisor.journal import Journal
-from regrow.supervisor.keys import Keys
+from regrow.supervisor.keys import Keys, decision_mark
 
 
 class Desk:
@@ -142,49 +144,62 @@ async def test_a_decision_is_in_the_transaction_of_its_change(store: MemoryStore
     desk = Desk(store)
     desk.effects.start()
     desk.effects.dispatch(7, action, View(epoch=3))
+    mark = decision_mark(3, 7)
     async with asyncio.timeout(20):
-        while (told := await store.get(desk.keys.event(3, 7))) is None:  # noqa: ASYNC110  # written in the background
+        while (told := await store.get(desk.keys.event(mark))) is None:  # noqa: ASYNC110  # written in the background
             await asyncio.sleep(0.01)
     changed = await store.get(f"/regrow/test/{key}")
     assert changed is not None
     assert changed.mod_revision == told.mod_revision
-    assert [(mark, found.kind) for mark, found in (await recent.load(store, desk.keys)).items()] == [((3, 7), kind)]
+    assert [(name, found.kind, found.epoch) for name, found in (await recent.load(store, desk.keys)).items()] == [(mark, kind, 3)]
     await desk.effects.stop()
 
 
 async def test_the_store_keeps_the_newest_decisions_only(store: MemoryStore) -> None:
     """Also those that were in a hurry: each is written, whatever newer value its record has by then."""
     desk = Desk(store)
-    desk.effects.recent.begin([(1, number) for number in range(1, 41)])
+    desk.effects.recent.begin([decision_mark(1, number) for number in range(1, 41)])
     for number in range(1, 41):
-        await store.put(desk.keys.event(1, number), b"{}")
+        await store.put(desk.keys.event(decision_mark(1, number)), b"{}")
     for number in range(1, 200):
         desk.effects.dispatch(number, put_out(number), View(epoch=2))
     desk.effects.start()
-    last = desk.keys.event(2, 199)
+    last = desk.keys.event(decision_mark(2, 199))
     async with asyncio.timeout(20):
         while await store.get(last) is None:  # noqa: ASYNC110  # written in the background
             await asyncio.sleep(0.01)
     kept = [item.key for item in await store.get_prefix(desk.keys.events)]
-    assert kept == [desk.keys.event(2, number) for number in range(200 - recent.KEPT, 200)]
+    assert kept == [desk.keys.event(decision_mark(2, number)) for number in range(200 - recent.KEPT, 200)]
     assert (await stored(store, desk.keys.quarantined("GPU-1"), QuarantineRecord)).reason == "sign 199"
     await desk.effects.stop()
 
 
 async def test_the_next_leader_tells_what_the_last_one_had_no_time_to_write_down(store: MemoryStore, tmp_path: Path) -> None:
     keys = Keys("test")
-    decided = recent.Decided(kind="end_job", at=5.0, reason="done: all steps", job="j")
-    for epoch, seq in ((3, 8), (3, 9), (4, 2)):
-        await store.put(keys.event(epoch, seq), msgspec.json.encode(decided))
-    await store.put(keys.event(5, 1), b"not JSON")
-    journal = Journal(tmp_path / "journal.sqlite")
+    decided = wire.EventRecord(kind="end_job", at=5.0, reason="done: all steps", job="j")
+    marks = [decision_mark(epoch, seq) for epoch, seq in ((3, 8), (3, 9), (4, 2))]
+    for mark in marks:
+        await store.put(keys.event(mark), msgspec.json.encode(decided))
+    await store.put(keys.event(decision_mark(5, 1)), b"not JSON")
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
     journal.open()
-    journal.write(epoch=3, at=1.0, kind="park_job", job="j", data={"seq": 8})
+    journal.write(epoch=3, at=1.0, kind="park_job", job="j", data={"seq": 8}, mark=marks[0])
     journal.close()
     for _ in range(2):  # what was told is not told again
-        journal = Journal(tmp_path / "journal.sqlite")
+        journal = Journal(path)
         journal.open()
         recent.tell(journal, await recent.load(store, keys))
-        told = [(entry.epoch, entry.data["seq"], entry.text) for entry in journal.since(0) if entry.kind == "decided"]
-        assert told == [(3, 9, "end_job by an earlier leader: done: all steps"), (4, 2, "end_job by an earlier leader: done: all steps")]
+        told = [(entry.epoch, entry.data["mark"], entry.text) for entry in journal.since(0) if entry.kind == "decided"]
+        text = "end_job under an earlier leader: done: all steps"
+        assert told == [(3, marks[1], text), (4, marks[2], text)]
         journal.close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("drop table marks")  # a journal that was written before there was one
+        database.execute("update events set body = json_remove(json_set(body, '$.data.seq', 9), '$.data.mark') where epoch = 3 and id = 2")
+        database.execute("update events set body = json_remove(json_set(body, '$.data.seq', 2), '$.data.mark') where epoch = 4")
+    journal = Journal(path)
+    journal.open()
+    recent.tell(journal, await recent.load(store, keys))
+    journal.close()
+    assert len([entry for entry in journal.since(0) if entry.kind == "decided"]) == 2

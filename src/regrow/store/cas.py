@@ -8,11 +8,11 @@ Regrow's records carry an epoch, an incarnation or a nonce), else an equal value
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from regrow.store.base import Comparison, Get, KeyValue, Lease, Put, Store, StoreUnavailable, mod_revision, version
+from regrow.store.base import Comparison, Get, KeyValue, Lease, Operation, Put, Store, StoreUnavailable, mod_revision, version
 from regrow.store.rules import lease_id
 
 _PAUSE_SECONDS = 0.1
@@ -50,11 +50,20 @@ async def swap(store: Store, key: str, value: bytes, *, expected: int, lease: Le
 
 
 async def guarded(
-    store: Store, condition: Comparison, key: str, value: bytes, *, expected: int = -1, lease: Lease | int = 0, timeout: float = 15.0
+    store: Store,
+    condition: Comparison,
+    key: str,
+    value: bytes,
+    *,
+    along: Sequence[Operation] = (),
+    expected: int = -1,
+    lease: Lease | int = 0,
+    timeout: float = 15.0,
 ) -> CasResult:
     """Write `key` if `condition` holds (it may be about another key, such as a generation record).
 
     Args:
+        along: what is written in the same transaction.
         expected: mod_revision of `key` before the write, if known; tells our own earlier attempt from what was there.
 
     Raises:
@@ -67,7 +76,7 @@ async def guarded(
     while True:
         attempt = max(0.1, min(_ATTEMPT_SECONDS, deadline - loop.time()))
         try:
-            result = await store.transaction((condition,), (write, Get(key)), (Get(key),), timeout=attempt)
+            result = await store.transaction((condition,), (write, *along, Get(key)), (Get(key),), timeout=attempt)
         except StoreUnavailable as error:
             uncertain = uncertain or error.maybe_applied
             if loop.time() + _PAUSE_SECONDS >= deadline:
