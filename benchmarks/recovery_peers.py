@@ -32,6 +32,7 @@ from recovery import JOBS, NODES, SLOTS, VICTIM, OutOfTimeError, System, Torchru
 
 WORLD = NODES * SLOTS
 SETTLE_STEPS = 15
+CLOSE_SECONDS = 15.0
 PEERS = ("torchft", "nvrx", "lm")
 OWN = ("shipped", "preloaded")
 """torchrun of this interpreter: as shipped, and with workers forked from a server that has everything imported."""
@@ -104,6 +105,15 @@ class Preloaded(System):
                 *(str(JOBS / "light.py"), "--plain", "--out", str(self.log)),
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )
+
+    def close(self) -> None:
+        """Ask first: killed at once, multiprocessing leaves its semaphores in /dev/shm."""
+        for process in self.processes:
+            process.terminate()
+        end = time.monotonic() + CLOSE_SECONDS
+        while time.monotonic() < end and any(process.poll() is None for process in self.processes):
+            time.sleep(0.05)
+        super().close()
 
 
 def steps_of(system: System, rank: int) -> list[tuple[float, int]]:

@@ -8,6 +8,8 @@ asked, nothing is written. One message for each pair of ranks, with a digest.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -50,54 +52,137 @@ class Part(msgspec.Struct, frozen=True, order=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Who gives what to whom, the same on all ranks."""
+    """Who gives what to whom, the same on all ranks; of `parts` those that concern one rank, where one was asked for."""
 
     step: int
     samples: int
     first: int
     """The lowest rank that holds the step: schedules and random streams are its."""
     parts: tuple[Part, ...]
+    receivers: dict[int, int]
+    """{rank that gets something from another one: the first that it gets it from}."""
 
 
-def plan(catalogs: list[Catalog], oldest: int) -> Plan | None:
+def filled(catalogs: list[Catalog], needs: list[str], has: list[str]) -> list[Catalog]:
+    """What ranks did not say because a lower one says the very same: of replicas only the first tells its boxes.
+
+    Args:
+        catalogs: in rank order.
+        needs: digests of the boxes that ranks need, in rank order.
+        has: of those that they hold; empty: nothing.
+    """
+    return [
+        msgspec.structs.replace(
+            catalog,
+            needs=catalogs[needs.index(needs[rank])].needs,
+            holds=catalogs[has.index(has[rank])].holds if has[rank] else (),
+        )
+        for rank, catalog in enumerate(catalogs)
+    ]
+
+
+def plan(catalogs: list[Catalog], oldest: int, rank: int | None = None) -> Plan | None:
     """The newest step of which every needed element is held by somebody; None: the disk.
 
     Args:
         catalogs: in rank order.
         oldest: step of the checkpoint; what is older in memory is of no use.
+        rank: only the parts that it gives or takes are listed; None: all.
     """
     for step in sorted({catalog.step for catalog in catalogs if catalog.step >= max(oldest, 1)}, reverse=True):
-        holders: dict[str, dict[Box, list[int]]] = {}
-        ranks = [rank for rank, catalog in enumerate(catalogs) if catalog.step == step]
-        for rank in ranks:
-            for box in catalogs[rank].holds:
-                holders.setdefault(box.name, {}).setdefault(box, []).append(rank)
-        parts = _cover(catalogs, holders)
+        ranks = [one for one, catalog in enumerate(catalogs) if catalog.step == step]
+        holders: dict[Box, list[int]] = {}
+        for holds, holding in _alike([(one, catalogs[one].holds) for one in ranks]):
+            for box in holds:
+                holders.setdefault(box, []).extend(holding)
+        receivers: dict[int, int] = {}
+        parts = _cover(catalogs, holders, rank, receivers)
         if parts is not None:
-            samples = max(catalogs[rank].samples for rank in ranks)
-            return Plan(step=step, samples=samples, first=ranks[0], parts=tuple(sorted(parts)))
+            samples = max(catalogs[one].samples for one in ranks)
+            return Plan(step=step, samples=samples, first=ranks[0], parts=tuple(parts), receivers=receivers)
     return None
 
 
-def _cover(catalogs: list[Catalog], holders: dict[str, dict[Box, list[int]]]) -> list[Part] | None:
+def _alike(found: list[tuple[int, tuple[Box, ...]]]) -> list[tuple[tuple[Box, ...], list[int]]]:
+    """Ranks with the very same list of boxes (`filled` made it one object), together: replicas are gone through once."""
+    groups: dict[int, tuple[tuple[Box, ...], list[int]]] = {}
+    for rank, boxes in found:
+        groups.setdefault(id(boxes), (boxes, []))[1].append(rank)
+    return list(groups.values())
+
+
+def _cover(catalogs: list[Catalog], holders: dict[Box, list[int]], rank: int | None, receivers: dict[int, int]) -> list[Part] | None:
     """Parts that fill every needed box; None when a box cannot be filled. Work is spread over those that hold the same."""
+    index = _Index(holders)
+    having = {box: frozenset(ranks) for box, ranks in holders.items()}
     given = [0] * len(catalogs)
     parts: list[Part] = []
-    for taker, catalog in enumerate(catalogs):
-        for box in catalog.needs:
-            missing = math.prod(box.sizes)
-            for held, ranks in holders.get(box.name.partition("#")[0], {}).items():
-                common = _common(held, box) if missing else None
-                if common is None or (held.dtype, held.shape) != (box.dtype, box.shape):
-                    continue
-                giver = taker if taker in ranks else min(ranks, key=lambda rank: (given[rank], rank))
-                volume = math.prod(common[1])
-                given[giver] += 0 if giver == taker else volume
-                missing -= volume
-                parts.append(Part(giver, taker, held, box, *common))
-            if missing:
+    for needs, takers in _alike([(one, catalog.needs) for one, catalog in enumerate(catalogs)]):
+        for box in needs:
+            found = index.sources(box)
+            if found is None:
                 return None
+            for held, start, sizes in found:
+                ranks, own, volume = holders[held], having[held], math.prod(sizes)
+                for taker in takers:
+                    giver = taker
+                    if taker not in own:
+                        giver = min(ranks, key=given.__getitem__)
+                        given[giver] += volume
+                        receivers.setdefault(taker, giver)
+                    if rank is None or rank in (giver, taker):
+                        parts.append(Part(giver, taker, held, box, start, sizes))
     return parts
+
+
+class _Index:
+    """Held boxes by tensor, in the order of their offsets along the axis that they are cut on."""
+
+    def __init__(self, holders: Iterable[Box]) -> None:
+        by_name: dict[str, list[Box]] = {}
+        for box in holders:
+            by_name.setdefault(box.name, []).append(box)
+        self._rows = {name: _Row.of(boxes) for name, boxes in by_name.items()}
+
+    def sources(self, box: Box) -> list[tuple[Box, tuple[int, ...], tuple[int, ...]]] | None:
+        """(held box, start, sizes) of what fills a needed box; None: not all of it is held."""
+        missing = math.prod(box.sizes)
+        if not missing:
+            return []
+        row = self._rows.get(box.name.partition("#")[0])
+        found: list[tuple[Box, tuple[int, ...], tuple[int, ...]]] = []
+        for held in row.near(box) if row is not None else ():
+            common = _common(held, box) if (held.dtype, held.shape) == (box.dtype, box.shape) else None
+            if common is not None:
+                found.append((held, *common))
+                missing -= math.prod(common[1])
+        return None if missing else found
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """The boxes of one tensor."""
+
+    axis: int
+    """-1: a scalar, or not cut."""
+    boxes: list[Box]
+    starts: list[int]
+    longest: int
+
+    @classmethod
+    def of(cls, boxes: list[Box]) -> _Row:
+        """Sort them."""
+        axis = next((axis for axis, offsets in enumerate(zip(*(box.offsets for box in boxes), strict=False)) if len(set(offsets)) > 1), -1)
+        if axis < 0:
+            return cls(axis, boxes, [], 0)
+        boxes = sorted(boxes, key=lambda box: box.offsets[axis])
+        return cls(axis, boxes, [box.offsets[axis] for box in boxes], max(box.sizes[axis] for box in boxes))
+
+    def near(self, box: Box) -> list[Box]:
+        """Those that may have something of `box`."""
+        if self.axis < 0 or self.axis >= len(box.offsets):
+            return self.boxes
+        start = box.offsets[self.axis]
+        return self.boxes[bisect_right(self.starts, start - self.longest) : bisect_left(self.starts, start + box.sizes[self.axis])]
 
 
 def _common(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -25,6 +25,7 @@ import xxhash
 
 from regrow import wire
 from regrow.agent.worker import handover, streams
+from regrow.agent.worker.replicas import Replicas
 from regrow.agent.worker.unseen import Marks
 from regrow.ckpt import flatten, plain, private, rng
 from regrow.ckpt.exchange import Exchange
@@ -98,7 +99,15 @@ class LiveState:
     """The live training state of a rank: marked at each boundary, held when the generation ends, taken up in the next."""
 
     def __init__(
-        self, model: Any, optimizer: Any, scheduler: Any, aliases: Any, *, able: bool, kept: streams.StreamFile | None = None
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        aliases: Any,
+        *,
+        able: bool,
+        kept: streams.StreamFile | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -106,6 +115,7 @@ class LiveState:
         self._aliases = dict(aliases or {})
         self._able = able
         self._kept = kept
+        self._replicas = replicas
         self._updating = False
         self._step = -1
         self._samples = 0
@@ -122,8 +132,12 @@ class LiveState:
 
     def resting(self, step: int, samples: int) -> None:
         """The boundary of `step` is over: what there is now is the state of that step."""
-        if not self._able:
-            return
+        if self._able:
+            self._rest(step, samples)
+        if self._replicas is not None:  # a peer may die meanwhile: what is marked counts
+            self._replicas.boundary(lambda: _boxes(self._collect()[0]))
+
+    def _rest(self, step: int, samples: int) -> None:
         if not self._versions:
             tensors = self._collect()[0]
             self._tensors = {name: flatten.local_of(value) for name, value in tensors.items()}
@@ -153,15 +167,16 @@ class LiveState:
             return None
         if [value._version for value in local.values()] != self._versions or self._marks.take() != self._mark:  # noqa: SLF001
             return None
+        boxes = {name: flatten.item_of(name, value).box for name, value in tensors.items()}
         return Held(
             step=self._step,
             samples=self._samples,
-            shard=_shard(tensors),
+            shard=_digest(list(boxes.values())),
             tensors={name: value.detach() for name, value in local.items()},
             schedules=self._schedules,
             groups=list(private.groups(self._optimizer, names)),
             values=values,
-            boxes=[flatten.item_of(name, value).box for name, value in tensors.items() if "#" not in name],
+            boxes=[box for name, box in boxes.items() if "#" not in name],
             streams=self._streams,
         )
 
@@ -171,14 +186,15 @@ class LiveState:
             materialise(one)
         tensors, _, names = self._collect()
         began = time.perf_counter()
-        mine = Offer(needs=_shard(tensors), num_boxes=len(tensors), able=self._able)
+        boxes = _boxes(tensors)
+        mine = Offer(needs=_digest(boxes), num_boxes=len(tensors), able=self._able)
         if held is not None:
             mine = msgspec.structs.replace(mine, step=held.step, samples=held.samples, has=held.shard)
         offers = [msgspec.json.decode(data, type=Offer) for data in exchange(msgspec.json.encode(mine))]
         oldest = spec.restore.step if spec.restore else 0
         source = choose(offers, oldest)
         if source is None:
-            source = self._reshape(held, offers, oldest, tensors, names, spec, rank, exchange, group)
+            source = self._reshape(held, offers, oldest, tensors, boxes, names, spec, rank, exchange, group)
             if source is None:
                 told = (
                     "no whole state in memory (steps held: %s): what came after step %d, or a later snapshot in memory, is computed again"
@@ -216,6 +232,7 @@ class LiveState:
         offers: list[Offer],
         oldest: int,
         tensors: dict[str, torch.Tensor],
+        boxes: list[Box],
         names: dict[int, str],
         spec: wire.GenerationSpec,
         rank: int,
@@ -229,20 +246,21 @@ class LiveState:
         if sum(offer.num_boxes for offer in offers) > handover.MOST_BOXES:
             return None
         began = time.perf_counter()
-        mine = handover.Catalog(needs=tuple(flatten.item_of(name, value).box for name, value in tensors.items()))
+        needs, has = [offer.needs for offer in offers], [offer.has for offer in offers]
+        mine = handover.Catalog(needs=tuple(boxes) if needs.index(needs[rank]) == rank else ())
         if held is not None:
             mine = msgspec.structs.replace(
                 mine,
                 step=held.step,
                 samples=held.samples,
-                holds=tuple(held.boxes),
+                holds=tuple(held.boxes) if has.index(has[rank]) == rank else (),
                 schedules=held.schedules,
                 groups=held.groups,
                 values=held.values,
                 random=plain.encode(held.streams.torch_state, "rng"),
             )
         catalogs = [msgspec.json.decode(data, type=handover.Catalog) for data in exchange(msgspec.json.encode(mine))]
-        plan = handover.plan(catalogs, oldest)
+        plan = handover.plan(handover.filled(catalogs, needs, has), oldest, rank)
         if plan is None:
             return None
         local = {name: flatten.local_of(value) for name, value in tensors.items()}
@@ -255,8 +273,7 @@ class LiveState:
         stream = {"torch": catalogs[plan.first].random}
         rng.derive(stream, step=plan.step, rank=rank, world_size=spec.world_size, generators={})
         _log.info("in place: state of step %d re-sharded, %d bytes here, %.3f s", plan.step, num_bytes, time.perf_counter() - began)
-        givers = {part.taker: part.giver for part in plan.parts if part.giver != part.taker}
-        return Source(step=plan.step, samples=plan.samples, givers=givers)
+        return Source(step=plan.step, samples=plan.samples, givers=plan.receivers)
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[int, str]]:
         names = flatten.parameter_names(self._model, self._aliases)
@@ -283,8 +300,12 @@ class LiveState:
             private.set_values(self._optimizer, names, values)
 
 
-def _shard(tensors: dict[str, torch.Tensor]) -> str:
-    return xxhash.xxh3_128_hexdigest(encode_boxes([flatten.item_of(name, value).box for name, value in tensors.items()]))
+def _boxes(tensors: dict[str, torch.Tensor]) -> list[Box]:
+    return [flatten.item_of(name, value).box for name, value in tensors.items()]
+
+
+def _digest(boxes: list[Box]) -> str:
+    return xxhash.xxh3_128_hexdigest(encode_boxes(boxes))
 
 
 def _give(tensors: dict[str, torch.Tensor], rest: bytes, taker: int, group: Any) -> None:

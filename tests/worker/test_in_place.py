@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from regrow import wire
-from regrow.agent.worker import groups, handover, regroup
+from regrow.agent.worker import groups, regroup
 from regrow.agent.worker.live import LiveState, Offer, choose
 from regrow.agent.worker.unseen import Marks
 from regrow.ckpt.exchange import alone
-from regrow.ckpt.layout import Box
 from regrow.ids import MeshShape
 
 SPEC = wire.GenerationSpec(job="toy", epoch=1, generation=2, mesh=MeshShape(), world_size=1, nodes=("n0",), in_place=True)
@@ -296,42 +295,6 @@ def test_a_thread_that_gloo_forgets_is_freed(tmp_path: Path) -> None:
     assert not found["by_gloo"], "gloo has learnt to free it: Waiters is not needed any more"
     assert found["freed"] == 1
     assert found["lost_peer"], "the script takes it for the loss of a peer"
-
-
-def box(name: str, start: int, size: int, whole: int = 8) -> Box:
-    """A part of a vector."""
-    return Box(name, "float32", (whole,), (start,), (size,))
-
-
-def test_every_needed_element_comes_from_one_holder_and_its_own_is_not_sent() -> None:
-    halves, quarters = [box("w", 0, 4), box("w", 4, 4)], [box("w", start, 2) for start in (0, 2, 4, 6)]
-    catalogs = [
-        handover.Catalog(step=5, samples=40, holds=(halves[0],), needs=(quarters[0],)),
-        handover.Catalog(step=5, samples=40, holds=(halves[1],), needs=(quarters[1],)),
-        handover.Catalog(step=5, samples=40, holds=(halves[0],), needs=(quarters[2],)),
-        handover.Catalog(needs=(quarters[3], box("w#0", 0, 8))),
-    ]
-    plan = handover.plan(catalogs, 3)
-    assert plan is not None
-    assert (plan.step, plan.samples, plan.first) == (5, 40, 0)
-    filled = {(part.taker, part.target.name, index) for part in plan.parts for index in range(part.start[0], part.start[0] + part.sizes[0])}
-    assert filled == {(rank, "w", index) for rank in range(4) for index in (2 * rank, 2 * rank + 1)} | {(3, "w#0", i) for i in range(8)}
-    assert sum(part.sizes[0] for part in plan.parts) == len(filled), "nothing comes twice"
-    assert [part.giver for part in plan.parts if part.taker == 0] == [0]
-
-
-@pytest.mark.parametrize(
-    ("steps", "oldest", "step"),
-    [((5, 5), 3, 5), ((6, 5), 3, None), ((5, 5), 6, None), ((0, 0), 0, None)],
-    ids=["whole", "torn over two steps", "the disk is newer", "no step"],
-)
-def test_halves_count_only_together(steps: tuple[int, int], oldest: int, step: int | None) -> None:
-    catalogs = [
-        handover.Catalog(step=steps[0], holds=(box("w", 0, 4),), needs=(box("w", 0, 8),)),
-        handover.Catalog(step=steps[1], holds=(box("w", 4, 4),), needs=(box("w", 2, 4),)),
-    ]
-    plan = handover.plan(catalogs, oldest)
-    assert (plan.step if plan is not None else None) == step
 
 
 def test_a_state_goes_over_to_another_mesh(world: World) -> None:
