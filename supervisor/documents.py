@@ -136,7 +136,8 @@ def _checkpoint(job: JobView, now: float) -> dict[str, Any]:
     usable = [item for item in job.checkpoints.values() if not item.damaged]
     tiers = [msgspec.to_builtins(one) for one in job.tiers]
     if not usable:
-        return {"step": None, "age_seconds": None, "verified_step": None, "void": msgspec.to_builtins(job.void_saves), "tiers": tiers}
+        void = msgspec.to_builtins(job.void_saves)
+        return {"step": None, "age_seconds": None, "verified_step": None, "void": void, "tiers": tiers, "bound": _bound(job, None)}
     newest = max(usable, key=lambda item: item.step)
     verified = [item.step for item in usable if item.evidence]
     return {
@@ -146,7 +147,23 @@ def _checkpoint(job: JobView, now: float) -> dict[str, Any]:
         "verified_step": max(verified) if verified else None,
         "void": msgspec.to_builtins(job.void_saves),
         "tiers": tiers,
+        "bound": _bound(job, max(0.0, now - newest.committed_at)),
     }
+
+
+def _bound(job: JobView, age_seconds: float | None) -> dict[str, Any] | None:
+    """What the loss of a rank, or of a node, costs at most, where parts of the state are nowhere else; None: not known yet.
+
+    `seconds`: of work, now: the age of the newest checkpoint, or of snapshots in memory at their interval; None: all since the start.
+    """
+    generation = job.generation
+    if generation is None or generation.num_sole_ranks is None:
+        return None
+    memory = next((tier for tier in job.tiers if tier.tier == "memory" and tier.interval_seconds > 0), None)
+    seconds, source = age_seconds, "checkpoint" if age_seconds is not None else "start"
+    if memory is not None and (seconds is None or memory.interval_seconds + memory.safe_seconds < seconds):
+        seconds, source = memory.interval_seconds + memory.safe_seconds, "memory"
+    return {"sole_ranks": generation.num_sole_ranks, "sole_nodes": generation.num_sole_nodes, "seconds": seconds, "source": source}
 
 
 def incident_document(item: Incident) -> dict[str, Any]:

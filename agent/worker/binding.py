@@ -21,6 +21,7 @@ from regrow.agent.worker.failure import EXIT_RESTORE_FAILED
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.live import LiveState
 from regrow.agent.worker.replay import Replay
+from regrow.agent.worker.replicas import PHASE, Replicas
 from regrow.agent.worker.steps import StepLoop
 from regrow.agent.worker.streams import StreamFile
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
@@ -206,7 +207,7 @@ def bind(
     environment = run.environment
     watch_state(run, loop, _as_list(objects["model"]), _as_list(objects["optimizer"]), every=digest_every, budget=digest_budget)
     stored = bool(environment.checkpoint) and gasp.wanted(environment)
-    live = _live_state(environment, loop, objects) if regroup.possible() or stored else None
+    live = _live_state(environment, loop, exchange, objects) if regroup.possible() or stored else None
     if not environment.checkpoint or not (environment.writer or environment.world_size == 1):
         if environment.checkpoint and environment.rank == 0:
             _log.warning(
@@ -239,7 +240,7 @@ def _with_live(state: BoundState, live: LiveState | None) -> BoundState:
     return state
 
 
-def _live_state(environment: WorkerEnvironment, loop: StepLoop, objects: dict[str, Any]) -> LiveState:
+def _live_state(environment: WorkerEnvironment, loop: StepLoop, exchange: Exchange, objects: dict[str, Any]) -> LiveState:
     """Marked by the step loop at each boundary, held by whoever ends the generation."""
     able = not (objects.get("data") or objects.get("extra") or objects.get("generators"))
     kept: StreamFile | None = None
@@ -247,7 +248,9 @@ def _live_state(environment: WorkerEnvironment, loop: StepLoop, objects: dict[st
         folder = Path(parse_location(environment.progress)[0]).parent.parent  # of the job on this node: all its generations have it
         mesh = f"{environment.spec.mesh} of {environment.world_size}"
         kept = StreamFile(folder / f"streams-{environment.local_rank}", rank=environment.rank, mesh=mesh)
-    live = LiveState(objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"), able=able, kept=kept)
+    told = Replicas(environment, exchange, lambda found: loop.passed(PHASE, **msgspec.structs.asdict(found)))
+    wrapped = (objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"))
+    live = LiveState(*wrapped, able=able, kept=kept, replicas=told if environment.supervised else None)
     loop.live = live
     regroup.hold_by(live.hold, live.still)
     return live

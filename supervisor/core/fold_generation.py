@@ -42,6 +42,11 @@ def member_phase(job: JobView, current: GenerationView, event: e.MemberPhase) ->
         return job
     if event.phase == wire.LOST_PEER_PHASE:
         return _change(job, generation=_change(current, lost_peer_at=event.at))
+    if event.phase == "replicas":
+        ranks, nodes = event.detail.get("ranks"), event.detail.get("nodes")
+        if not isinstance(ranks, int) or not isinstance(nodes, int):
+            return job
+        return _change(job, generation=_change(current, num_sole_ranks=ranks, num_sole_nodes=nodes))
     passed = member.phases if event.phase in member.phases else member.phases | {event.phase: event.at}
     current = _change(with_member(current, _change(member, phases=passed, empty_at=None)), progress_at=event.at)
     if event.phase == "restored" and event.step >= 0:

@@ -194,6 +194,10 @@ class GenerationView(msgspec.Struct, frozen=True, kw_only=True):
     """{rank: how much slower it became}; rank -1: all of them."""
     lost_peer_at: float | None = None
     """When a worker that goes on in place said that a peer is gone: it waits, and does not end."""
+    num_sole_ranks: int | None = None
+    """Ranks whose parts of the state no other rank holds, as they found out themselves; None: not told yet."""
+    num_sole_nodes: int | None = None
+    """Nodes that hold parts which no other node does."""
     completed_step: int | None = None
     taken_up: int | None = None
     """The step after which it began, as its members say who restored a state (the lowest of them)."""

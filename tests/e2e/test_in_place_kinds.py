@@ -31,6 +31,8 @@ def test_two_kills_of_a_script_of_this_kind(kind: str, launch: Callable[..., Run
     flags = ("--local", "2", "--nproc-per-node", "2", "--global-batch", "8", "--job", "kind", "--in-place")
     run = launch(*flags, str(KINDS_SCRIPT), "--kind", kind, "--steps", str(STEPS), "--log", str(tmp_path / "log"))
     beyond(run, "kind", 5)
+    bound = run.until(lambda: run.job("kind")["checkpoint"]["bound"], "what a loss would cost")
+    assert (bound["sole_ranks"], bound["sole_nodes"]) == ((4, 2) if kind in SHARDED else (0, 0))
     for number, place in enumerate(((1, 1), (0, 0))):
         before = pids(run, run.job("kind")["generation"])
         os.kill(before[place], signal.SIGKILL)

@@ -162,6 +162,15 @@ def _table(jobs: list[dict[str, Any]]) -> None:
     screen.print(tables.table(("job", "state", "#step", "mesh", "#loss"), rows) if rows else "no job")
 
 
+def _bound(bound: dict[str, Any]) -> str:
+    who = f"the parts of {bound['sole_ranks']} ranks are nowhere else" if bound["sole_ranks"] else "each part has a replica"
+    if bound["sole_nodes"]:
+        who += f", {bound['sole_nodes']} nodes hold parts that no other node has"
+    ago = {"checkpoint": "since the checkpoint", "memory": "to the snapshot in memory", "start": "since the start"}[bound["source"]]
+    cost = f"{bound['seconds']:.1f} s now" if bound["seconds"] is not None else "all"
+    return f"{who}: the loss of one costs the work {ago}, {cost}"
+
+
 def _details(job: dict[str, Any]) -> None:
     screen = tables.console()
     screen.print(f"job {job['job']}: {job['state']}, generation {job['generation']}, step {job['step']}, mesh {job['mesh'] or '-'}")
@@ -179,6 +188,9 @@ def _details(job: dict[str, Any]) -> None:
     for tier in checkpoint.get("tiers") or ():
         often = f"every {tier['interval_seconds']:.4g} s" if tier["interval_seconds"] > 0 else "not saved to"
         tables.indented(screen, f"{tier['tier']}: {often} ({tier['reason']})")
+    bound = checkpoint.get("bound")
+    if bound and (bound["sole_ranks"] or bound["sole_nodes"]):
+        tables.indented(screen, _bound(bound))
     if checkpoint.get("void"):
         void = checkpoint["void"]
         tables.indented(screen, f"{void['count']} saves since then are void, the last of step {void['step']}: {void['reason']}")
