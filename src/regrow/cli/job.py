@@ -163,12 +163,15 @@ def _table(jobs: list[dict[str, Any]]) -> None:
 
 
 def _bound(bound: dict[str, Any]) -> str:
-    who = f"the parts of {bound['sole_ranks']} ranks are nowhere else" if bound["sole_ranks"] else "each part has a replica"
-    if bound["sole_nodes"]:
-        who += f", {bound['sole_nodes']} nodes hold parts that no other node has"
-    ago = {"checkpoint": "since the checkpoint", "memory": "to the snapshot in memory", "start": "since the start"}[bound["source"]]
-    cost = f"{bound['seconds']:.1f} s now" if bound["seconds"] is not None else "all"
-    return f"{who}: the loss of one costs the work {ago}, {cost}"
+    """Only of ranks and nodes whose parts of the state are nowhere else."""
+    who = [
+        f"{bound[key]} {name}{'' if bound[key] == 1 else 's'}"
+        for key, name in (("sole_ranks", "rank"), ("sole_nodes", "node"))
+        if bound[key]
+    ]
+    since = {"checkpoint": "the newest checkpoint", "memory": "the newest snapshot in memory", "start": "the start"}[bound["source"]]
+    cost = f", {bound['seconds']:.1f} s at most now" if bound["seconds"] is not None else ""
+    return f"without a replica: {' and '.join(who)}; the loss of one costs the work since {since}{cost}"
 
 
 def _details(job: dict[str, Any]) -> None:
