@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import events as e
-from regrow.supervisor.core import quarantine, sdc
-from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite, Undecided, View
+from regrow.supervisor.core import quarantine, sdc, third
+from regrow.supervisor.core.records import Accused, Undecided
+from regrow.supervisor.core.view import Divergence, GenerationView, JobView, NonFinite, View
 
 _change = msgspec.structs.replace
 _AGREED_HISTORY = 256
@@ -45,30 +46,44 @@ def _digests(job: JobView, current: GenerationView, event: e.DigestsReported) ->
         return _change(job, generation=_change(current, rested=(*current.rested, event.step)[-_RESTED_HISTORY:]))
     if result.verdict == "skipped" or current.divergence is not None:
         return job
-    rank = result.suspects[0] if result.suspects else -1
     text = f"{result.reason}; {event.located}" if event.located else result.reason
-    if rank < 0:
-        places = {rank: (current.node_of(rank), current.device_of(rank)) for rank in event.digests}
-        job = _change(job, undecided=Undecided(step=event.step, mesh=current.spec.mesh, digests=event.digests, places=places))
-    found = Divergence(at=event.at, step=event.step, rank=rank, text=text)
-    return _change(job, generation=_change(current, divergence=found))
+    if result.suspects:
+        found = Divergence(at=event.at, step=event.step, rank=result.suspects[0], text=text)
+        return _change(job, generation=_change(current, divergence=found))
+    asked = third.ask(job.ledger.undecided, current, event.step, event.digests)
+    named = _named(job, current, event, asked)
+    if named is not None:
+        return named
+    again = f"; the {len(asked.tries)}. time at this step" if len(asked.tries) > 1 else ""
+    found = Divergence(at=event.at, step=event.step, rank=-1, text=f"{text}{again}")
+    return _change(job, ledger=_change(job.ledger, undecided=asked), generation=_change(current, divergence=found))
 
 
 def _settled(job: JobView, current: GenerationView, event: e.DigestsReported) -> JobView:
-    """A step at which replicas differed without a majority was done again, and now they agree: one of them was right the first time."""
-    before = job.undecided
+    """A step at which replicas differed without a majority was done again, and now they agree: who was wrong before?"""
+    before = job.ledger.undecided
     if before is None or event.step < before.step:
         return job
-    job = _change(job, undecided=None)
-    if event.step != before.step or before.mesh != current.spec.mesh or current.divergence is not None:
-        return job
-    wrong = sdc.settle(before.mesh, before.digests, event.digests)
-    places = {before.places[rank] for rank in wrong}
-    here = [rank for rank in sorted(event.digests) if (current.node_of(rank), current.device_of(rank)) in places]
-    if len({node for node, _ in places}) != 1 or not here:
-        return job
-    text = f"step {event.step}, done again, gave what the other replicas had: rank {wrong[0]} was wrong the first time, on {next(iter(places))[0]}"
-    found = Divergence(at=event.at, step=event.step, rank=here[0], text=text, clean_step=event.step)
+    same = event.step == before.step and before.mesh == current.spec.mesh and current.divergence is None
+    named = _named(job, current, event, third.ask(before, current, event.step, event.digests)) if same else None
+    return named or _change(job, ledger=_change(job.ledger, undecided=None))
+
+
+def _named(job: JobView, current: GenerationView, event: e.DigestsReported, asked: Undecided) -> JobView | None:
+    """The job with whoever the answers show to be wrong; None: they do not tell."""
+    wrong = third.judge(asked) if len(asked.tries) > 1 else ()
+    if not wrong:
+        return None
+    job = _change(job, ledger=_change(job.ledger, undecided=None))
+    here = {place: rank for rank, place in third.places(current, event.digests).items()}
+    clean = sdc.vote(current.spec.mesh, event.digests).verdict == "agree"
+    before = next((rank for one in asked.tries for rank, place in one.places.items() if place in wrong), -1)
+    where = f"on {wrong[0].node}" + (f" ({wrong[0].device})" if wrong[0].device else "")
+    text = f"step {event.step}, done again, gave what the other replicas had: rank {before} was wrong the first time, {where}"
+    rank = next((here[place] for place in wrong if place in here), -1)
+    if rank < 0:
+        return _change(job, accused=Accused(at=event.at, place=wrong[0], text=text))
+    found = Divergence(at=event.at, step=event.step, rank=rank, text=text, clean_step=event.step if clean else None)
     return _change(job, generation=_change(current, divergence=found))
 
 

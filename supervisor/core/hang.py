@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -11,6 +12,7 @@ from regrow import wire
 STOPPED = ("stopped", "traced", "gone")
 """Phases that an agent reports when the process itself does not run (SIGSTOP, ptrace, D state, vanished)."""
 _CLEARLY_OLDER_SECONDS = 0.5
+_THREAD = re.compile(r"(?:Current thread|Thread) \S+")
 
 
 class Odd(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,5 +71,14 @@ def _single_value(values: dict[int, str]) -> tuple[int, str] | None:
 
 
 def _innermost(stack: str) -> str:
-    frames = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
-    return frames[0][:160] if frames else ""
+    """The innermost frame of the thread that runs the program: the one that took the signal, else the main one, else the oldest (the last that
+    faulthandler writes). The library's own threads stand at the same place in all ranks."""
+    threads: list[tuple[str, list[str]]] = [("", [])]
+    for line in map(str.strip, stack.splitlines()):
+        if _THREAD.match(line):
+            threads.append((line, []))
+        elif line.startswith("File "):
+            threads[-1][1].append(line)
+    told = [(head, frames[0][:160]) for head, frames in threads if frames]
+    own = [frame for head, frame in told if head.startswith("Current thread") or "MainThread" in head]
+    return own[0] if own else told[-1][1] if told else ""

@@ -8,7 +8,7 @@ from regrow import wire
 from regrow.errors import ConfigurationError
 from regrow.parallel.planner import MeshChoice
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import ladder, ledger, membership, meshes, rates, restore
+from regrow.supervisor.core import ladder, ledger, membership, meshes, rates, restore, third
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.records import Charge, IncidentSeed
@@ -123,7 +123,7 @@ def _record(
     draft: Draft,
 ) -> None:
     before = job.generation
-    members = membership.assign(seats, choice.workers_used, view.nodes)
+    members = third.arrange(job, choice.mesh, membership.assign(seats, choice.workers_used, view.nodes))
     number = 1 + max([job.highest_generation, *(node.highest_generation for node in view.nodes.values())])
     climbed = ""
     newest_wanted = not _goes_back(job, point, why)
@@ -195,7 +195,10 @@ def keeps_processes(job: JobView) -> bool:
     that trained: behind a change that failed is the fork."""
     if not job.spec.in_place or job.generation is None or job.generation.first_step_at is None:
         return False
-    return any(wire.IN_PLACE_PHASE in member.phases for member in job.generation.members.values())
+    members = job.generation.members
+    if third.is_turned({name: member.workers for name, member in members.items()}):
+        return False
+    return any(wire.IN_PLACE_PHASE in member.phases for member in members.values())
 
 
 def situation(

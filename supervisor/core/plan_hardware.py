@@ -9,7 +9,7 @@ from regrow.supervisor.core import observe, quarantine, reachable, standing
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.memo import Memo
 from regrow.supervisor.core.policy import Policy
-from regrow.supervisor.core.records import QuarantineRecord
+from regrow.supervisor.core.records import Accused, QuarantineRecord
 from regrow.supervisor.core.view import GenerationView, JobView, NodeView, View
 
 _moving: Memo[tuple[QuarantineRecord, ...]] = Memo()
@@ -32,6 +32,27 @@ def plan(view: View, policy: Policy, now: float, draft: Draft) -> None:
     for job in view.jobs.values():
         if job.generation is not None and job.generation.wrong_once and job.generation.divergence is None:
             _remember(view, job, job.generation, now, draft)
+        if job.accused is not None:
+            _accuse(view, job.accused, policy, now, draft)
+
+
+def _accuse(view: View, accused: Accused, policy: Policy, now: float, draft: Draft) -> None:
+    """Put out a device that does not train any more when it is found to have been wrong."""
+    node = view.nodes.get(accused.place.node)
+    if node is None:
+        return
+    key = quarantine.key_of(view, node, accused.place.device)
+    previous = view.quarantine.get(key)
+    if previous is not None and previous.since >= accused.at:
+        return
+    off = observe.held(view, policy, "quarantine") or quarantine.breaker_open(view, policy, now)
+    if off:
+        if f"quarantine-{key}" not in view.pages:
+            reason = f"{node.name} would be quarantined ({accused.text}): {off}"
+            draft.act(a.Page(key=f"quarantine-{key}", reason=reason, node=node.name), because=reason)
+        return
+    record = quarantine.put_out(previous, key=key, node=node, now=now, reason=accused.text, evidence=("sdc",), policy=policy)
+    draft.act(a.SetQuarantine(record=record), because=f"quarantine {key} of {node.name}: {accused.text}")
 
 
 def _remember(view: View, job: JobView, generation: GenerationView, now: float, draft: Draft) -> None:

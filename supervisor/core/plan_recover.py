@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import evidence, ledger, observe, plan_form, quarantine, rates, symptoms
+from regrow.supervisor.core import evidence, ledger, observe, plan_form, quarantine, rates, symptoms, third
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.fold_generation import same_incident
 from regrow.supervisor.core.policy import Policy
@@ -107,6 +107,9 @@ def _recover(
         draft.say(f"{_place(main)}{main.text}; waits {ready + delay - now:.1f} s: the last attempt made no progress")
         return
     without, quarantines = _exclusions(view, generation, found, main, policy, now)
+    swapped = third.swap_out(view, job, generation, taken, without) if main.kind == "sdc" and main.rank < 0 else ""
+    without |= {swapped} if swapped else set()
+    verdict_text += f"; a spare does step {job.frontier} once in place of {swapped}" if swapped else ""
     others = f" (+{len(found) - 1} symptoms of the same incident)" if len(found) > 1 else ""
     cause = plan_form.Cause(
         seed=seed,

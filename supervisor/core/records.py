@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from regrow import wire
+from regrow.ids import MeshShape
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +56,39 @@ class LearnedRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int = wire.PROTOCOL_VERSION
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A device of a node."""
+
+    node: str
+    device: str = ""
+    """GPU UUID; empty: not known."""
+    slot: int = 0
+
+
+class Try(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks had after a step, and where they ran."""
+
+    digests: dict[int, str]
+    places: dict[int, Place]
+
+
+class Undecided(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas that differed without a majority. The step comes again after the roll-back, from the same state: what it gives then tells."""
+
+    step: int
+    mesh: MeshShape
+    tries: tuple[Try, ...]
+    """The first time and each time since."""
+
+
+class Accused(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that was shown to be wrong and does not train any more: nothing has to be rolled back for it."""
+
+    at: float
+    place: Place
+    text: str
+
+
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """/jobs/<job>/ledger: charges and how the job ended. Survives the leader."""
 
@@ -76,6 +110,8 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When the job was submitted, Unix seconds: failures over a shorter time would be a higher rate. 0: not known."""
     effort: EffortRecord | None = None
     """Written now and then while the job trains."""
+    undecided: Undecided | None = None
+    """The last digests of which none had a majority."""
     version: int = wire.PROTOCOL_VERSION
 
 

@@ -41,8 +41,8 @@ def vote(mesh: MeshShape, digests: dict[int, str]) -> Vote:
         return Vote(verdict="skipped", reason="one replica only: there is nothing to compare with", rested=looked)
     suspects: list[int] = []
     unclear = alone = 0
-    groups = _groups(mesh, digests)
-    for ranks in groups:
+    positions = groups(mesh, digests)
+    for ranks in positions:
         missing = [rank for rank in ranks if not digests.get(rank)]
         if missing:
             return Vote(verdict="skipped", reason=f"no digest from rank {missing[0]}")
@@ -57,35 +57,17 @@ def vote(mesh: MeshShape, digests: dict[int, str]) -> Vote:
             unclear += 1
     if suspects:
         named = tuple(sorted(suspects))
-        return Vote(verdict="diverged", suspects=named, reason=f"ranks {list(named)} differ from the majority of {len(groups[0])} replicas")
+        return Vote(
+            verdict="diverged", suspects=named, reason=f"ranks {list(named)} differ from the majority of {len(positions[0])} replicas"
+        )
     if unclear:
         return Vote(
-            verdict="diverged", reason=f"{unclear} of {len(groups)} positions differ and {len(groups[0])} replicas have no strict majority"
+            verdict="diverged",
+            reason=f"{unclear} of {len(positions)} positions differ and {len(positions[0])} replicas have no strict majority",
         )
-    if alone == len(groups):
+    if alone == len(positions):
         return Vote(verdict="skipped", reason="nothing is replicated over the data axis: each rank is compared with itself", rested=True)
-    return Vote(verdict="agree", reason=f"{len(groups[0])} replicas agree at {len(groups) - alone} positions")
-
-
-def settle(mesh: MeshShape, then: dict[int, str], now: dict[int, str]) -> tuple[int, ...]:
-    """Who was wrong at a step at which replicas differed, by what all of them have when it is done again from the same state.
-
-    Only where one of the two earlier digests comes again to the bit: that shows that the step gives the same each time, and that the other
-    one was wrong. Empty: it cannot be told (the step gives something else each time, or other tensors were looked at).
-
-    Args:
-        then: {rank: hex} of the first time.
-        now: {rank: hex} of the second, of the same mesh; the replicas agree.
-    """
-    wrong: list[int] = []
-    for ranks in _groups(mesh, now):
-        truth = now.get(ranks[0], "")
-        right = [rank for rank in ranks if then.get(rank) == truth]
-        others = [rank for rank in ranks if rank not in right and then.get(rank)]
-        if not truth or truth == AT_REST or (others and not right):
-            return ()
-        wrong += others
-    return tuple(sorted(wrong))
+    return Vote(verdict="agree", reason=f"{len(positions[0])} replicas agree at {len(positions) - alone} positions")
 
 
 def located(mesh: MeshShape, digests: dict[int, str], evidence: dict[int, DigestEvidence]) -> str:
@@ -93,7 +75,7 @@ def located(mesh: MeshShape, digests: dict[int, str], evidence: dict[int, Digest
 
     The ranks of the first replica have told the names; a leader that came later has the tensor's number alone.
     """
-    for ranks in _groups(mesh, digests):
+    for ranks in groups(mesh, digests):
         first = ranks[0]
         other = next((rank for rank in ranks[1:] if digests.get(rank) != digests.get(first)), -1)
         if other < 0 or first not in evidence or other not in evidence:
@@ -153,7 +135,7 @@ def _word(text: str) -> int:
     return int(text, 16) if text and all(digit in "0123456789abcdef" for digit in text) else 0
 
 
-def _groups(mesh: MeshShape, digests: dict[int, str]) -> list[list[int]]:
+def groups(mesh: MeshShape, digests: dict[int, str]) -> list[list[int]]:
     """Ranks that must hold the same bytes: of one position, and under HSDP ("<k>/<hex>") of one shard."""
     size = mesh.replica_size
     told = {text.partition("/")[0] for text in digests.values() if "/" in text}

@@ -7,9 +7,8 @@ from typing import Literal
 import msgspec
 
 from regrow import wire
-from regrow.ids import MeshShape
 from regrow.supervisor.core.links import Reach
-from regrow.supervisor.core.records import EffortRecord, LearnedRecord, LedgerRecord, QuarantineRecord
+from regrow.supervisor.core.records import Accused, EffortRecord, LearnedRecord, LedgerRecord, QuarantineRecord
 
 
 class AskedAgain(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,16 +112,6 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     clean_step: int | None = None
     """Newest step at which the check that found it found nothing, -1: none; None: agreement of digests tells."""
-
-
-class Undecided(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas that differed without a majority. The step comes again after the roll-back, from the same state: what it gives then tells."""
-
-    step: int
-    mesh: MeshShape
-    digests: dict[int, str]
-    places: dict[int, tuple[str, str]]
-    """{rank: (node, device)} at that time."""
 
 
 class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,8 +336,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Steps at which all replicas agreed."""
     digest_checks: dict[str, int] = {}
     """{verdict: count}."""
-    undecided: Undecided | None = None
-    """The last digests of which none had a majority."""
+    accused: Accused | None = None
+    """The last one."""
     outcome: Outcome | None = None
     parked: str = ""
     paused: bool = False

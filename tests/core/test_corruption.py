@@ -251,5 +251,5 @@ def test_of_two_replicas_the_one_is_named_whose_result_does_not_come_again(again
     world.tell(e.DigestsReported(at=world.now, job="j", generation=2, step=4, digests=again))
     world.wait(1)
     assert set(world.view.quarantine) == ({accused} if accused else set())
-    assert world.job.undecided is None
+    assert world.job.ledger.undecided is None
     assert (world.generation.number > 2) == bool(accused)

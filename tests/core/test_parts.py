@@ -307,6 +307,15 @@ def words(*values: tuple[int, int, str, float]) -> tuple[wire.RankProgress, ...]
 SAME = (4, 3, "step", 9.0)
 
 
+def dumped(place: str, *, current: bool = True) -> str:
+    """As faulthandler writes it, newest thread first: a thread of the worker library's own, and the program's."""
+    head = "Current thread" if current else "Thread"
+    return f'Thread 0x7f (most recent call first):\n  File "regroup.py", line 144 in _watch\n\n{head} 0x8f (most recent call first):\n  {place}'
+
+
+COLLECTIVE, LOOP = 'File "distributed_c10d.py", line 3252 in all_reduce', 'File "job.py", line 150 in compute'
+
+
 @pytest.mark.parametrize(
     ("ranks", "stacks", "odd"),
     [
@@ -318,6 +327,8 @@ SAME = (4, 3, "step", 9.0)
         (words(SAME, SAME, SAME, (4, 3, "step", 11.0)), {}, 3),
         (words(SAME, SAME, SAME, SAME), {0: "x", 1: "x", 3: "x"}, 2),
         (words(SAME, SAME, SAME, SAME), {0: 'File "a"', 1: 'File "a"', 2: 'File "b"', 3: 'File "a"'}, 2),
+        (words(*[SAME] * 4), {rank: dumped(LOOP if rank == 2 else COLLECTIVE) for rank in range(4)}, 2),
+        (words(*[SAME] * 4), {rank: dumped(LOOP if rank == 1 else COLLECTIVE, current=False) for rank in range(4)}, 1),
         (words(SAME, (3, 2, "step", 9.0), (3, 2, "step", 9.0), SAME), {}, -1),
         (words(SAME), {}, 0),
         ((), {}, -1),

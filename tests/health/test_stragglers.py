@@ -57,6 +57,16 @@ def test_k01_five_per_cent_slower_in_mid_run(heavy: bool) -> None:
     assert [one.rank for one in feed(times)] == [-1]
 
 
+@pytest.mark.parametrize("widths_per_step", [0.005, 0.02, 0.2])
+def test_a_rank_that_becomes_slower_bit_by_bit_is_found_before_it_is_ten_noise_widths_slower(widths_per_step: float) -> None:
+    """A baseline that followed every slow change would never call a data loader slow whose files become fragmented."""
+    steps = 264 + int(10 / widths_per_step)
+    times = series(4, steps)
+    times[264:, 3] += np.arange(steps - 264) * widths_per_step * NOISE * BASE
+    found = feed(times)
+    assert {one.rank for one in found} == {3}
+
+
 def test_cleared_when_gone_and_found_again() -> None:
     times = series(4, 800)
     times[200:300, 3] *= 1.1
