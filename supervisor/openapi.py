@@ -198,6 +198,7 @@ OPERATIONS: tuple[Operation, ...] = (
             _in_query("after", "Only entries with a higher id.", _COUNT),
             _in_query("limit", "At most so many of the newest.", _COUNT | {"minimum": 1}),
             _in_query("job", "Only of this job.", TEXT),
+            _in_query("without", "With follow=1: kinds of entries that are left out, divided by commas.", TEXT),
             _FOLLOW,
         ),
         answer=_object(events=_list(_of("Entry"))),
