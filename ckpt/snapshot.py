@@ -8,7 +8,7 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from regrow.ckpt.manifest import Chunk
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for whichever device of the process copies."""
 PORTION_BYTES = 8 << 20
-"""Of a late copy: what is taken at once by the thread that copies, or by the one that waits."""
+"""What one of several threads that copy takes at once; with a late copy, also the one that waits for it."""
 log = logging.getLogger("regrow.ckpt.snapshot")
 
 
@@ -45,19 +45,29 @@ class Share:
         taken = {id(slot) for slot in plain}
         self.slots = [slot for slot in slots if id(slot) not in taken]
         self._tables = [
-            streaming.table([(slot.places[number].data_ptr(), slot.source.data_ptr(), slot.chunk.nbytes) for slot in plain])
-            for number in range(num_arenas if plain else 0)
+            streaming.table([row for slot in plain for row in _rows(slot, number)]) for number in range(num_arenas if plain else 0)
         ]
-        self._sources = [slot.source for slot in plain]  # whose addresses the tables hold
-        self._cuts = _cuts([slot.chunk.nbytes for slot in plain])
+        self._plain = plain  # whose addresses the tables hold
+        self._cuts = _cuts([int(size) for size in self._tables[0][:, 2]]) if self._tables else []
         self.num_bytes = sum(slot.chunk.nbytes for slot in slots)
 
-    def copy(self, arena: int) -> None:
-        """Into the arena; device tensors on the current stream, without waiting."""
-        if self._tables and self._copier is not None:
-            self._copier(self._tables[arena])
+    def copy(self, arena: int, threads: int = 1) -> None:
+        """Into the arena, plain memory by so many threads; device tensors on the current stream, without waiting."""
+        numbers = itertools.count()
+        helpers = [threading.Thread(target=self._copy_cuts, args=(arena, numbers)) for _ in range(min(threads, len(self._cuts)) - 1)]
+        for helper in helpers:
+            helper.start()
+        self._copy_cuts(arena, numbers)
+        for helper in helpers:
+            helper.join()
         for slot in self.slots:
             slot.places[arena].copy_(slot.source, non_blocking=slot.source.is_cuda)
+
+    def _copy_cuts(self, arena: int, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            if number >= len(self._cuts):
+                return
+            self.copy_some(arena, number)
 
     def copy_some(self, arena: int, number: int) -> bool:
         """The same in portions, from number 0 on; False: there is none of this number."""
@@ -94,8 +104,10 @@ class Late:
 class Snapshotter:
     """Arenas of one layout with views into them, made once; a snapshot then only copies."""
 
-    def __init__(self, image: Image, arenas: list[mmap.mmap]) -> None:
+    def __init__(self, image: Image, arenas: list[mmap.mmap], *, threads: int = 1) -> None:
+        """`threads` copy at once where a snapshot is not late."""
         self._image = image
+        self._threads = threads
         self._raw = [torch.frombuffer(arena, dtype=torch.uint8, count=image.plan.file_bytes) for arena in arenas]
         for raw in self._raw:
             for start, end in gaps(image.plan):
@@ -135,10 +147,16 @@ class Snapshotter:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            self._now.copy(arena)
+            self._now.copy(arena, self._threads)
         if stream is not None:
             stream.synchronize()
         return Late(self._late, arena) if self._late.num_bytes else None
+
+
+def _rows(slot: Slot, arena: int) -> list[tuple[int, int, int]]:
+    """A slot in pieces of `PORTION_BYTES` at most, so that several threads can share one large tensor."""
+    to, source, size = slot.places[arena].data_ptr(), slot.source.data_ptr(), slot.chunk.nbytes
+    return [(to + at, source + at, min(PORTION_BYTES, size - at)) for at in range(0, size, PORTION_BYTES)]
 
 
 def _cuts(sizes: list[int]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from regrow.ckpt.firststep import FirstStep
 from regrow.ckpt.flatten import Item
 from regrow.ckpt.launch import Accepted, launched
 from regrow.ckpt.layout import Box, Image, lay_out
-from regrow.ckpt.loading import Loaded
+from regrow.ckpt.loading import Loaded, threads_of
 from regrow.ckpt.manifest import Metric, directory_name
 from regrow.ckpt.objects import Live, Objects
 from regrow.ckpt.place import Outcome, Place, SaveCounts
@@ -297,7 +297,7 @@ class TrainState:
         except WriterStuckError:
             self._retry_at = time.monotonic() + STUCK_RETRY_SECONDS
             raise
-        snapshotter = Snapshotter(image, arenas)
+        snapshotter = Snapshotter(image, arenas, threads=threads_of(len(self._place.local_ranks), waits=False))
         snapshotter.bind(self._items, self._late_names)
         self._snapshotter = snapshotter
         return snapshotter

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,7 +18,9 @@ import torch
 from ckpt_small import Small
 from ckpt_synthetic import spec_of
 
-from regrow.ckpt import catalog, streaming
+from regrow.ckpt import catalog, flatten, snapshot, streaming
+from regrow.ckpt.layout import lay_out
+from regrow.ckpt.snapshot import Snapshotter
 
 LIMIT = 60.0
 
@@ -107,6 +111,39 @@ def test_every_length_and_alignment(seed, plain):
         at += size + int(random.integers(0, 70))
     copy(streaming.table(parts))
     assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_the_copy_also_of_one_large_tensor(threads, monkeypatch):
+    """Each byte is copied once, all of them before `copy` returns, by as many threads as were asked for."""
+    real, rows, who = streaming.copier(), [], set()
+    assert real is not None, "a C compiler is needed"
+    meet = threading.Barrier(threads)
+
+    def noted(parts: streaming.Table) -> None:
+        if threading.get_ident() not in who:
+            who.add(threading.get_ident())
+            meet.wait(LIMIT)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)  # who does not wait for the others returns before their bytes are there
+        rows.extend(parts.tolist())
+        real(parts)
+
+    monkeypatch.setattr(streaming, "copier", lambda: noted)
+    live = {"large": torch.randn(6_000_001), "small": torch.randn(17, 3), "turned": torch.randn(300, 200).t(), "one": torch.tensor(3.0)}
+    live |= {f"t{number}": torch.randn(3_000_000) for number in range(3)}
+    items = flatten.items_of(live)
+    image = lay_out([item.box for item in items.values()])
+    arenas = [mmap.mmap(-1, image.plan.file_bytes) for _ in range(2)]
+    snapshotter = Snapshotter(image, arenas, threads=threads)
+    snapshotter.bind(items)
+    assert snapshotter.copy(1) is None
+    assert len(who) == threads
+    assert max(size for _, _, size in rows) <= snapshot.PORTION_BYTES
+    assert sum(size for _, _, size in rows) == sum(value.nbytes for name, value in live.items() if name != "turned")
+    for chunk in image.plan.chunks:
+        assert arenas[1][chunk.at : chunk.at + chunk.nbytes] == live[chunk.name].contiguous().numpy().tobytes(), chunk.name
+        assert not any(arenas[0][chunk.at : chunk.at + min(chunk.nbytes, 100)])
 
 
 def test_without_a_compiler_torch_copies(tmp_path):
