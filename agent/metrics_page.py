@@ -41,6 +41,8 @@ def put_agent(page: Page, node: str, agent: Agent) -> None:
         page.put("regrow_agent_copy_seconds", status.last_copy_seconds or None, node)
         for outcome, count in (("sent", status.copies_sent), ("failed", status.copies_failed), ("refused_here", status.copies_refused)):
             page.put("regrow_agent_copies", count, node, outcome)
+        for left_out, count in status.memory_short.items():
+            page.put("regrow_agent_memory_short", count, node, left_out)
     for outcome, count in agent.checkpoints.mirror.counts.items():
         page.put("regrow_agent_mirrors", count, node, outcome)
     page.put("regrow_agent_workers", len(local.live) if local is not None else 0, node)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from regrow.ckpt import hugepages
+from regrow.ckpt.budget import Budget
 from regrow.ckpt.protocol import Remembered
 
 _SLACK_BYTES = 1 << 20
@@ -92,7 +93,9 @@ class Contents:
 class ArenaPool:
     """Arenas of dead generations are used again by the next: allocating fresh pages costs more than a save."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget | None = None) -> None:
+        """`budget`: of the memory that new arenas may take; default: what the node has to spare."""
+        self._budget = budget or Budget()
         self._lock = threading.Lock()
         self._free: list[Arena] = []
         self.num_arenas = 0
@@ -104,7 +107,7 @@ class ArenaPool:
         `prefer`: of those that fit, which to take.
 
         Raises:
-            OSError: no memory.
+            OSError: no memory, `NoMemoryError` when that is known before any is taken.
         """
         reused = self.reuse(num_bytes, prefer)
         if reused is not None:
@@ -115,7 +118,8 @@ class ArenaPool:
                 self.total_bytes -= old.num_bytes
                 old.close()
             self._free.clear()
-        arena = Arena(num_bytes)
+        with self._budget.taking(num_bytes, lambda: self.total_bytes):
+            arena = Arena(num_bytes)
         with self._lock:
             self.num_arenas += 1
             self.total_bytes += arena.num_bytes

@@ -10,8 +10,8 @@ import asyncio
 import logging
 
 from regrow.ckpt.arenas import Arena
+from regrow.ckpt.budget import spare_memory
 from regrow.ckpt.channel import ServerChannel
-from regrow.ckpt.copies import spare_memory
 from regrow.ckpt.protocol import Bequeath, Bequeathed, Bequest, HeldAll, Inherit, Inherited, Ready, Rejected
 
 KEEP_SECONDS = 900.0

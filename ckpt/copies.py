@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
+from regrow.ckpt.budget import spare_memory
 from regrow.ckpt.manifest import Chunk, RankManifest, RankPlan, file_digest
 from regrow.ckpt.peer_wire import Push
 from regrow.ckpt.protocol import Remembered
@@ -21,8 +22,6 @@ KEEP = 2
 """Of each file the newest two: the newest may be of a step that never becomes a checkpoint."""
 EXPIRY_SECONDS = 3600.0
 """Copies of a job from which nothing came for so long are given up."""
-_SPARE_FRACTION = 0.05
-"""Of the node's memory is left alone."""
 
 
 class RefusedError(Exception):
@@ -48,6 +47,8 @@ class CopiesStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_files: int = 0
     num_bytes: int = 0
     num_refused: int = 0
+    num_given_up: int = 0
+    """For arenas of the node's own ranks."""
 
 
 class Copies:
@@ -73,13 +74,13 @@ class Copies:
         self._tokens: dict[str, Token] = {}
         self._last: dict[tuple[str, str], tuple[str, int]] = {}
         self._retired: set[str] = set()
-        self._num_refused = 0
+        self._num_refused = self._num_given_up = 0
 
     def status(self) -> CopiesStatus:
         """Counts and bytes."""
         with self._lock:
             size = sum(one.arena.num_bytes for one in self._held)
-            return CopiesStatus(num_files=len(self._held), num_bytes=size, num_refused=self._num_refused)
+            return CopiesStatus(num_files=len(self._held), num_bytes=size, num_refused=self._num_refused, num_given_up=self._num_given_up)
 
     def begin(self, push: Push) -> Arena:
         """Memory for a push that may come in.
@@ -167,6 +168,19 @@ class Copies:
                 self._drop(one)
         return len(old)
 
+    def make_room(self, num_bytes: int) -> int:
+        """Give up the oldest copies, of so many bytes at least if there are so many; returns how many files."""
+        with self._lock:
+            dropped: list[Held] = []
+            for one in sorted(self._held, key=lambda held: held.at):
+                if sum(gone.arena.num_bytes for gone in dropped) >= num_bytes:
+                    break
+                dropped.append(one)
+            for one in dropped:
+                self._drop(one)
+            self._num_given_up += len(dropped)
+        return len(dropped)
+
     def _drop(self, one: Held) -> None:
         self._held.remove(one)
         self._contents.forget(one.arena)
@@ -204,30 +218,3 @@ def verify(manifest: RankManifest, arena: Arena, threads: Executor) -> str:
             return f"the copy of tensor {sent.name} is not what was sent"
     found_digest = file_digest(done, gap_digest(image, plan))
     return "" if found_digest == manifest.digest else "the copy is not what was sent"
-
-
-def spare_memory() -> int:
-    """Bytes that can be taken now: of the host and of this process's control group, less a reserve."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    for limit, current in _group_limits():
-        total = min(total, limit)
-        available = min(available, limit - current)
-    return max(0, available - int(total * _SPARE_FRACTION))
-
-
-def _group_limits() -> list[tuple[int, int]]:
-    """(limit, in use) of the control groups (version 2) above this process that have one."""
-    found: list[tuple[int, int]] = []
-    try:
-        line = next(line for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines() if line.startswith("0::"))
-        group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-        for folder in (group, *group.parents):
-            if folder == Path("/sys/fs"):
-                break
-            limit = folder / "memory.max"
-            if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-                found.append((int(text), int((folder / "memory.current").read_text(encoding="ascii"))))
-    except (OSError, StopIteration, ValueError):
-        return found
-    return found

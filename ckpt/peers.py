@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -23,6 +24,7 @@ from regrow.ckpt.copy_server import CopyServer
 from regrow.ckpt.manifest import Note, RankManifest
 from regrow.ckpt.peer_wire import PeerSocket, Push
 from regrow.ckpt.protocol import CopyTo, Gather, Locate, Located, ProducerHello, Submit, Wanted
+from regrow.ckpt.rates import Rates, order
 from regrow.errors import ConfigurationError
 from regrow.ids import Token
 
@@ -61,6 +63,8 @@ class Peers:
     ) -> None:
         """`newest` tells the highest token of a job here; `ask` sends to the agent, False when there is none."""
         self._threads = threads
+        self.rates = Rates(time.monotonic)
+        """Of other nodes' memory and of storage, as restores found them."""
         self._copies = Copies(pool, contents, checksums, newest=newest)
         self._server = CopyServer(self._copies, contents)
         self._ask = ask
@@ -211,11 +215,13 @@ class Peers:
         shared.users += 1
         async with shared.lock:
             left = {one.name: one for one in message.files}
-            for turn in range(max((len(one.holders) for one in message.files), default=0)):
+            known = self.rates.known()
+            holders = {one.name: order([node for node in one.holders if node not in own], known) for one in message.files}
+            for turn in range(max(map(len, holders.values()), default=0)):
                 by_holder: dict[str, list[Wanted]] = {}
                 for one in left.values():
-                    if turn < len(one.holders) and one.holders[turn] not in own:
-                        by_holder.setdefault(one.holders[turn], []).append(one)
+                    if turn < len(holders[one.name]):
+                        by_holder.setdefault(holders[one.name][turn], []).append(one)
                 work = [self._fetch(node, message.directory, shared, files, storage_bytes_per_second) for node, files in by_holder.items()]
                 for names in await asyncio.gather(*work):
                     for name in names:
@@ -246,7 +252,8 @@ class Peers:
             return ready
         loop = asyncio.get_running_loop()
         floor = storage * SLOWER_THAN_STORAGE
-        work = lambda: copy_client.pull(address, self._tls, directory, missing, floor_bytes_per_second=floor)  # noqa: E731
+        told = functools.partial(self.rates.note, node)
+        work = functools.partial(copy_client.pull, address, self._tls, directory, missing, floor_bytes_per_second=floor, measured=told)
         with contextlib.suppress(KeyError):
             try:
                 return ready | await loop.run_in_executor(self._threads, work)

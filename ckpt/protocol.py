@@ -52,6 +52,9 @@ class Prepare(_Message, frozen=True, kw_only=True, tag="prepare"):
     """The layout of this rank's file. Answered by `Ready`."""
 
     plan: RankPlan
+    storage_bytes: int = 0
+    """What this rank's restore read from storage alone, in `storage_seconds`; 0: it did not."""
+    storage_seconds: float = 0.0
 
 
 class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
@@ -142,6 +145,8 @@ class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
 
     num_arenas: int
     arena_bytes: int
+    problem: str = ""
+    """Why there are fewer than `ARENAS_PER_PRODUCER`."""
 
 
 class Released(_Message, frozen=True, kw_only=True, tag="released"):
@@ -280,6 +285,8 @@ class WriterStatus(_Message, frozen=True, kw_only=True, tag="writer_status"):
     """Files of other nodes that are kept here, in `copies_held_bytes` of memory."""
     copies_held_bytes: int = 0
     copies_refused: int = 0
+    memory_short: dict[str, int] = {}
+    """What was left out because the node has no memory for it, and how often: `save`, `second_arena`, `copy` of another node."""
 
 
 ToWriter = (

@@ -149,6 +149,7 @@ def load(
         others = peers.keys() - memory.keys()
         return load_items(opened.directory, opened.source, wanted, threads=threads, memory=held, peers=others, alone=alone)
 
+    started = time.monotonic()
     try:
         units = _units(opened, together)
         cost = Loaded(0, 0)
@@ -160,6 +161,8 @@ def load(
     finally:
         for handle in (*(() if opened.memory else memory.values()), *peers.values()):
             os.close(handle)
+    if not (cost.bytes_from_memory or cost.bytes_from_peers or cost.bytes_from_ranks):
+        sink.storage_read = (cost.bytes_read, time.monotonic() - started)
     log.info(
         "restored step=%d bytes_needed=%d %s",
         opened.record.step,

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from regrow import wire
+from regrow.ckpt import leasing
 from regrow.ckpt.arenas import Arena, ArenaPool, Contents
 from regrow.ckpt.bequests import Bequests
 from regrow.ckpt.channel import ServerChannel
@@ -23,7 +24,6 @@ from regrow.ckpt.manifest import RankManifest, RankPlan, shard_name
 from regrow.ckpt.nodeshards import clear_away, node_file_of, remember, store_file, store_manifest
 from regrow.ckpt.peers import Peers
 from regrow.ckpt.protocol import (
-    ARENAS_PER_PRODUCER,
     Acknowledged,
     Bequeath,
     Bequeathed,
@@ -51,6 +51,7 @@ from regrow.ckpt.protocol import (
     ToWriter,
     WriterStatus,
 )
+from regrow.ckpt.rates import STORAGE
 from regrow.ckpt.recycling import Recycler
 from regrow.ckpt.saves import Key, Save, Saves
 from regrow.ckpt.storing import NodeFile
@@ -101,6 +102,7 @@ class Writer:
         self._reports: dict[Key, ShardsDurable | ShardsFailed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._counts = {"durable": 0, "failed": 0}
+        self._short = {"save": 0, "second_arena": 0}
         self._last_write_seconds = 0.0
         self._bytes_per_second = 0.0
         self._gates: dict[Key, asyncio.Event] = {}
@@ -198,23 +200,21 @@ class Writer:
 
     async def _prepare(self, producer: Producer, message: Prepare) -> None:
         self._take_back(producer)
-        loop = asyncio.get_running_loop()
-        name = shard_name(producer.hello.rank)
-
-        def own(arena: Arena) -> bool:
-            return self._contents.place_of(arena)[1] == name
-
-        try:
-            for _ in range(ARENAS_PER_PRODUCER):
-                arena = await loop.run_in_executor(self._threads, self._pool.take, message.plan.file_bytes, own)
-                producer.leases.append(Lease(arena))
-        except OSError as error:
-            self._take_back(producer)
-            producer.channel.send(Rejected(reason=f"no memory for arenas of {message.plan.file_bytes} bytes: {error.strerror}"))
+        self._peers.rates.note(STORAGE, message.storage_bytes * len(producer.hello.local_ranks), message.storage_seconds)
+        name, room = shard_name(producer.hello.rank), self._peers.copies.make_room
+        prefer: Callable[[Arena], bool] = lambda arena: self._contents.place_of(arena)[1] == name  # noqa: E731
+        work = functools.partial(leasing.lease, self._pool, room, message.plan.file_bytes, prefer)
+        leased = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if leased.problem:
+            self._short["second_arena" if leased.arenas else "save"] += 1
+            self._tell_status()
+        if not leased.arenas:
+            producer.channel.send(Rejected(reason=leased.problem))
             return
+        producer.leases = [Lease(arena) for arena in leased.arenas]
         producer.leases.sort(key=lambda lease: self._contents.place_of(lease.arena)[0])  # filled in this order: the newest one last
         producer.plan = message.plan
-        ready = Ready(num_arenas=len(producer.leases), arena_bytes=message.plan.file_bytes)
+        ready = Ready(num_arenas=len(producer.leases), arena_bytes=message.plan.file_bytes, problem=leased.problem)
         producer.channel.send(ready, [lease.arena.handle for lease in producer.leases])
 
     def _take_back(self, producer: Producer) -> None:
@@ -396,4 +396,5 @@ class Writer:
             copies_held=held.num_files,
             copies_held_bytes=held.num_bytes,
             copies_refused=held.num_refused,
+            memory_short=self._short | {"copy": held.num_given_up},
         )

@@ -56,6 +56,8 @@ class Sink(Protocol):
 
     released: list[Released]
     """What became of earlier snapshots, oldest first; the owner of the sink empties it."""
+    storage_read: tuple[int, float]
+    """Bytes and seconds of a restore that storage alone gave: for whoever orders places by their rates."""
 
     def begin(self, plan: RankPlan) -> None:
         """Ask for arenas and do not wait; `prepare` with the same plan then waits less. Never raises for storage trouble."""
@@ -109,6 +111,7 @@ class WriterSink:
         self._begun: RankPlan | None = None
         self._asked_bytes = 0
         self.released: list[Released] = []
+        self.storage_read: tuple[int, float] = (0, 0.0)
 
     def begin(self, plan: RankPlan) -> None:
         """Send the request for arenas; when there is no writer, the first save will say so."""
@@ -121,7 +124,8 @@ class WriterSink:
         self.close()
         self._channel = channel = WorkerChannel(self._path)
         channel.send(self._hello)
-        channel.send(Prepare(plan=plan))
+        (num_bytes, seconds), self.storage_read = self.storage_read, (0, 0.0)
+        channel.send(Prepare(plan=plan, storage_bytes=num_bytes, storage_seconds=seconds))
         self._begun = plan
         self._asked_bytes = plan.file_bytes
         return channel
@@ -159,6 +163,8 @@ class WriterSink:
         raise WriterStuckError("checkpoint writer gave no arenas in time", where=self._path, hint="see the writer's log; storage may hang")
 
     def _map(self, channel: WorkerChannel, message: Ready) -> list[mmap.mmap]:
+        if message.problem:
+            log.warning("%s", message.problem)
         arenas: list[mmap.mmap] = []
         for handle in channel.take_handles(message.num_arenas):
             arenas.append(mmap.mmap(handle, message.arena_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)))
@@ -280,6 +286,7 @@ class DirectSink:
         self._arena: mmap.mmap | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self.released: list[Released] = []
+        self.storage_read: tuple[int, float] = (0, 0.0)
 
     def begin(self, plan: RankPlan) -> None:
         """Nothing to wait for later."""

@@ -214,6 +214,7 @@ _OF_AN_AGENT = (
     _gauge("regrow_agent_copies_held_bytes", "Memory that copies of other nodes' checkpoints take here", *_NODE),
     _counter("regrow_agent_mirrors", "Passes that copied checkpoints to a job's second storage, by outcome", "node", "outcome"),
     _counter("regrow_agent_copies", "Copies of own checkpoint files by outcome at the buddy, and those refused here", "node", "outcome"),
+    _counter("regrow_agent_memory_short", "Left out for want of memory: saves, second arenas, copies of other nodes", "node", "left_out"),
     _gauge("regrow_agent_copy_seconds", "Duration of the last copy to the buddy", *_NODE),
     _gauge("regrow_agent_workers", "Running workers", *_NODE),
     _gauge("regrow_agent_teardown", "1 from our own kill of workers until its symptoms can be over", *_NODE),
