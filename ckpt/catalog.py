@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape
 from regrow.wire import RestorePoint
 
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _PROBE_BYTES = 4096
 """A block: a full file system takes an empty file."""
 
@@ -194,6 +196,24 @@ def decide_restore(path: str | Path, *, expected: bool = False, fresh_start: boo
             hint="`regrow ckpt verify` names the damage; ask for a fresh start to begin at step 0 (--fresh-start)",
         )
     return None
+
+
+def check_place(path: str | Path) -> None:
+    """A job writes to a file system and commits there by rename and fsync; an object store is a copy behind it.
+
+    Raises:
+        ConfigurationError: the path is a URL (of which `Path` would make a folder of that name here).
+    """
+    found = _URL.match(str(path))
+    if found is not None:
+        scheme = found[1].lower()
+        hint = (
+            "give the folder's path"
+            if scheme == "file"
+            else "let the job write to a folder that all its nodes see and copy it there: `regrow run --checkpoint-dir FOLDER --mirror URL`; "
+            "`regrow ckpt fetch URL FOLDER` brings one back to look at"
+        )
+        raise ConfigurationError(f"is the URL of a {scheme} store, and checkpoints are written to folders", where=str(path), hint=hint)
 
 
 def check_writable(path: str | Path) -> None:

@@ -59,12 +59,23 @@ def test_everything_given(request_of) -> None:
         ({"micro_batch": 0}, "--micro-batch"),
         ({"keep_last": 0}, "--keep-last"),
         ({"model": "nowhere.json"}, "nowhere.json"),
+        ({"checkpoint_dir": "file:///mnt/job"}, "file:///mnt/job"),
+        ({"run_dir": "s3://bucket/job"}, "s3://bucket/job"),
     ],
 )
 def test_wrong_input_names_where_it_stands(request_of, changes: dict[str, object], where: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         job.specification(request_of(**changes))
     assert where in caught.value.where
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/job", "gs://bucket/job", "S3:/bucket"])
+def test_an_object_store_is_no_first_place(request_of, url: str) -> None:
+    """It would have become a folder of that name in the current one, and nothing would have reached the store."""
+    with pytest.raises(ConfigurationError, match="checkpoints are written to folders") as caught:
+        job.specification(request_of(checkpoint_dir=url))
+    assert "--mirror URL" in str(caught.value.hint)
+    assert job.specification(request_of(checkpoint_dir="some:folder/s3")).checkpoint.path.endswith("some:folder/s3")
 
 
 def test_batch_that_the_mesh_cannot_keep_is_refused_before_anything_starts(request_of) -> None:

@@ -245,6 +245,14 @@ def directory_of(path: Path, step: int | None, *, damaged: bool = False) -> Path
 
 
 def no_such(path: Path) -> ConfigurationError:
+    """What to say of a path that is no folder.
+
+    Raises:
+        ConfigurationError: it is a URL.
+    """
+    from regrow.ckpt.catalog import check_place
+
+    check_place(path)
     what = "is a file, not a folder" if path.exists() else "does not exist"
     hint = "give a job's checkpoint folder (checkpoint.path of the job) or one step-… directory in it"
     return ConfigurationError(what, where=str(path), hint=hint)

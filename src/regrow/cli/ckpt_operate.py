@@ -35,8 +35,10 @@ def _fork(
     json: Json = False,
 ) -> None:
     """Start another job from a checkpoint: same state, same position in the data, its own folder and lineage."""
+    from regrow.ckpt.catalog import check_place
     from regrow.ckpt.operate import fork, operations
 
+    check_place(target)
     source = directory_of(path, step)
     with progress_bar("verify", quiet=json) as progress:
         made = fork(source, target, job=job, reason=reason, progress=progress)

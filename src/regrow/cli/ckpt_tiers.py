@@ -64,9 +64,11 @@ def _fetch(
     json: Json = False,
 ) -> None:
     """Bring the newest checkpoint from another storage into a folder, every byte verified; a job then restores it."""
+    from regrow.ckpt.catalog import check_place
     from regrow.ckpt.manifest import read_record
     from regrow.ckpt.remote import Tier, fetch
 
+    check_place(path)
     tier = Tier(url)
     with progress_bar("fetch", quiet=json) as progress:
         made = fetch(tier, path, step=step, progress=progress)

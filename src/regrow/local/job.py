@@ -12,7 +12,7 @@ from typing import Any
 
 from regrow import wire
 from regrow.ckpt import differences, mirroring, remote, retention
-from regrow.ckpt.catalog import check_own, check_writable
+from regrow.ckpt.catalog import check_own, check_place, check_writable
 from regrow.ckpt.differences import ACCEPT_VARIABLE
 from regrow.errors import ConfigurationError, OperationalError
 from regrow.ids import MeshShape, check_name
@@ -75,6 +75,8 @@ def specification(request: Request) -> wire.JobSpec:
         ConfigurationError: what is wrong, with the flag and what to try.
     """
     _check_script(request)
+    for folder in (request.checkpoint_dir, request.run_dir):
+        check_place(folder)
     name = check_name("job", request.name or _name_of(request.script[0]))
     slots = workers_per_node(request.nproc_per_node)
     low, high = node_range(request.nnodes, request.nodes)
