@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,12 +146,13 @@ def run_rank(phase: dict, rank: int) -> dict:
         read_once=phase.get("read_once", "measured"),
     )  # fmt: skip
     first = state.restore()
-    draws = [float(torch.rand(()))] if first else []
+    draws = draw() if first else []
     reference = Model(phase["reference_seed"])
     reference_optimizer = optimizer_of(reference)
     train(reference, reference_optimizer, 1, first)
     errors = check(model, optimizer, reference, reference_optimizer) if first else []
-    torch.manual_seed(1000 * phase["generation"] + rank)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(1000 * phase["generation"] + rank)
     reports = []
     for step in range(first + 1, first + 1 + phase.get("steps", 0)):
         train(model, optimizer, step, step)
@@ -157,6 +160,7 @@ def run_rank(phase: dict, rank: int) -> dict:
             time.sleep(0.01)
         report = state.save(step, step * 8)
         reports.append([step, report.outcome, report.reason])
+    then = draw()
     train(reference, reference_optimizer, first + 1, first + phase.get("steps", 0))
     errors += check(model, optimizer, reference, reference_optimizer) if phase.get("steps") else []
     dist.barrier()
@@ -164,7 +168,12 @@ def run_rank(phase: dict, rank: int) -> dict:
     dist.destroy_process_group()
     rates = [group["lr"] for group in optimizer.param_groups]
     loaded = state.loaded.sources() if state.loaded else {}
-    return {"rank": rank, "errors": errors, "reports": reports, "draws": draws, "lr": rates, "loaded": loaded}
+    return {"rank": rank, "errors": errors, "reports": reports, "draws": draws, "then": then, "lr": rates, "loaded": loaded}
+
+
+def draw() -> list[float]:
+    """The next number of each generator."""
+    return [float(torch.rand(())), float(np.random.random_sample()), random.random()]
 
 
 def run_phase(phase: dict) -> dict:
