@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -104,7 +104,34 @@ def num_oom_kills() -> int | None:
                 continue
             if count is not None:
                 return count
+    return host_oom_kills()
+
+
+def host_oom_kills() -> int | None:
+    """OOM kills of the whole host, of all its control groups; None where they cannot be read."""
     return _field(Path("/proc/vmstat"), "oom_kill")
+
+
+class OomKills(NamedTuple):
+    """Counts at one moment; None: cannot be read."""
+
+    own: int | None = None
+    """Of this process's control group."""
+    host: int | None = None
+
+
+def count_oom_kills() -> OomKills:
+    """The counts of now."""
+    return OomKills(own=num_oom_kills(), host=host_oom_kills())
+
+
+def was_oom(before: OomKills, now: OomKills) -> tuple[bool, bool]:
+    """(the kernel killed for memory here, it can be told). A kill in another group of the host leaves it open: a worker may have been moved
+    to a group of its own."""
+    if before.own is None or now.own is None:
+        return False, False
+    killed = now.own > before.own
+    return killed, killed or now.host == before.host
 
 
 def _field(path: Path, name: str) -> int | None:

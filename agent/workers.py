@@ -41,11 +41,11 @@ class ExitReader:
         self._report = report
         self._kernel_lines = kernel_lines
         self._queue: asyncio.Queue[_Ended] = asyncio.Queue()
-        self._oom_kills: dict[tuple[str, int], int | None] = {}
+        self._oom_kills: dict[tuple[str, int], exits.OomKills] = {}
 
     def begin(self, job: str, generation: int) -> None:
         """A generation starts: OOM kills are counted from here."""
-        self._oom_kills = {(job, generation): exits.num_oom_kills()}
+        self._oom_kills = {(job, generation): exits.count_oom_kills()}
 
     def ended(self, job: str, generation: int, workers: tuple[WorkerState, ...]) -> None:
         """Workers ended and were reaped."""
@@ -77,13 +77,12 @@ class ExitReader:
     def _describe(self, item: _Ended, worker: WorkerState, word: Progress | None, named: frozenset[int]) -> WorkerExit:
         if item.lost:
             return exits.lost_with_shim(worker, item.lost, word)
-        before = self._oom_kills.get((item.job, item.generation))
-        now = exits.num_oom_kills()
-        counted = before is not None and now is not None
+        before = self._oom_kills.get((item.job, item.generation), exits.OomKills())
+        killed, counted = exits.was_oom(before, exits.count_oom_kills())
         return exits.describe(
             worker,
             error_file=self._paths.error_file(item.job, item.generation, worker.rank),
             progress=word,
-            oom_killed=worker.pid in named or (not named and before is not None and now is not None and now > before),
+            oom_killed=worker.pid in named or (not named and killed),
             oom_counted=counted,
         )

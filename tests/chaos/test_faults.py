@@ -157,6 +157,16 @@ def test_the_fourth_plan_of_an_outsider(tmp_path: Path) -> None:
     assert card["num_named_right"] >= 10
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(
+    not os.access("/sys/fs/cgroup/memory", os.W_OK), reason="one fault needs a control group of its own (v1), which root alone can make"
+)
+def test_the_fifth_plan_of_an_outsider(tmp_path: Path) -> None:
+    card = run(OUTSIDER / "fifth.toml", tmp_path, 480)
+    assert (card["num_expected"], card["num_named_right"], card["num_false_alarms"]) == (9, 9, 0)
+
+
 PAIR = """
 name = "pair"
 seed = 5

@@ -93,6 +93,20 @@ def test_without_a_spare_the_devices_of_a_node_change_their_ranks(sick: str) -> 
     assert not world.generation.spec.in_place, "a process would go on with the other's device"
 
 
+def test_processes_do_not_go_on_with_the_device_of_another_rank() -> None:
+    """After a generation whose ranks were moved within their nodes the next one is forked anew; the one after that goes on in place."""
+    world = until_the_tie("a", "b", wrong={"GPU-a-0": "x"}, position=True, mesh=MeshShape(dp=2, tp=2), in_place=True)
+    digests(world, 4, dict.fromkeys(("GPU-a-0", "GPU-a-1", "GPU-b-0", "GPU-b-1"), "z"), position=True)  # does not repeat itself: nobody
+    found = []
+    for step in (5, 6):
+        world.step(step)
+        world.exit(0, signal=9)
+        world.wait(30)
+        found.append(world.generation.spec.in_place)
+    assert not world.view.quarantine
+    assert found == [False, True]
+
+
 @pytest.mark.parametrize("sick", ["a", "b", "c", "d"])
 def test_without_a_spare_nodes_of_one_device_change_places(sick: str) -> None:
     wrong = {f"GPU-{sick}-0": "x"}

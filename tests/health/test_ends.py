@@ -62,6 +62,22 @@ def test_a_kill_from_outside_is_told_from_the_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "killed", "told"),
+    [
+        ((1, 5), (1, 5), False, True),
+        ((1, 5), (2, 6), True, True),
+        ((1, 5), (1, 6), False, False),  # in another group, which may be the worker's
+        ((None, 5), (None, 5), False, False),
+        ((1, None), (1, None), False, True),
+    ],
+)
+def test_a_kill_for_memory_in_another_control_group_is_left_open(
+    before: tuple[int | None, int | None], now: tuple[int | None, int | None], killed: bool, told: bool
+) -> None:
+    assert exits.was_oom(exits.OomKills(*before), exits.OomKills(*now)) == (killed, told)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB",

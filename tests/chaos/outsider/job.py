@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,6 +84,56 @@ def hoard() -> None:
         kept.append(torch.ones(1 << 22))
 
 
+def leak() -> None:
+    """Leave a little more memory behind every few milliseconds, beside the training."""
+
+    def more() -> None:
+        kept: list[bytearray] = []
+        while True:
+            kept.append(bytearray(b"x" * (4 << 20)))
+            time.sleep(0.01)
+
+    threading.Thread(target=more, daemon=True).start()
+
+
+def read_broken_file() -> None:
+    """A read that the kernel answers with EIO: this process's own address 0."""
+    with Path("/proc/self/mem").open("rb", buffering=0) as file:
+        file.read(1)
+
+
+def zombies() -> None:
+    """A hundred children that end and that nobody waits for."""
+    for _ in range(100):
+        os.posix_spawn("/bin/true", ["true"], {})
+
+
+def lost_helper() -> None:
+    """A data loader's helper process is killed, and the loader says so."""
+    helper = os.fork()
+    if helper == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(helper, signal.SIGKILL)
+    os.waitpid(helper, 0)
+    raise RuntimeError(f"DataLoader worker (pid {helper}) is killed by signal: Killed. ")
+
+
+def strangers(word: str) -> None:
+    """Two hundred connections to whatever a process listens at over TCP; half of them say half a greeting, none is closed."""
+    pid = int(word.removeprefix("strangers-"))
+    sockets = {str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+            address = ("127.0.0.1", int(words[1].split(":")[1], 16))
+            for number in range(200):
+                peer = socket.create_connection(address, timeout=5)
+                if number % 2:
+                    peer.sendall(b"PRI * HTTP/2.0\r\n")
+                KEPT.append(peer)
+
+
 COMPUTE: dict[str, Callable[[], object]] = {
     "gil": lambda: ctypes.PyDLL("libc.so.6").pause(),  # a call into C that keeps the interpreter's lock
     "exit0": lambda: os._exit(0),
@@ -94,9 +148,18 @@ COMPUTE: dict[str, Callable[[], object]] = {
     "nap": lambda: time.sleep(1.5),
     "extra": lambda: dist.all_reduce(torch.ones(1)),
     "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "cloop": lambda: collections.deque(itertools.repeat(0), maxlen=0),  # C code that never lets go of the interpreter's lock
+    "leak": leak,
+    "eio": read_broken_file,
+    "zombies": zombies,
+    "resolve": lambda: socket.getaddrinfo("datasets.invalid", 443),
+    "loader": lost_helper,
     "flood": lambda: print("RuntimeError: CUDA error: uncorrectable ECC error encountered\n" * 20_000, flush=True),
 }
 """What goes wrong inside a step."""
+
+KEPT: list[socket.socket] = []
+"""Connections of strangers."""
 
 
 def hurt_result(word: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -127,12 +190,15 @@ def main() -> None:
     state = run.train_state(model=model, optimizer=optimizer, digest_every=1)
     state.restore()
     die_in_save = False
+    late = crawl = 0.0
     for step in run.steps(args.steps):
         began = time.perf_counter()
         word = verb(root)
         if word == "raise":
             raise ValueError(f"bad record in step {step}")
-        COMPUTE.get(word, _nothing)()
+        COMPUTE.get(word, partial(strangers, word) if "-" in word else _nothing)()
+        crawl = 0.001 if word == "crawl" else crawl
+        late = min(late + crawl, 0.04)
         loss = torch.zeros(())
         for micro in plan.step(step):
             rows = torch.tensor(micro.tolist(), dtype=torch.float32).unsqueeze(1)
@@ -143,7 +209,7 @@ def main() -> None:
         gradient = next(model.parameters()).grad
         if word == "inf" and gradient is not None:
             gradient.view(-1)[3] = float("inf")
-        time.sleep(max(0.0, args.step_seconds - (time.perf_counter() - began)))
+        time.sleep(max(0.0, args.step_seconds - (time.perf_counter() - began)) + late)
         run.computed()
         if run.world_size > 1:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -155,6 +221,8 @@ def main() -> None:
         gradient = next(model.parameters()).grad
         if word == "sign" and gradient is not None:
             gradient.neg_()
+        if word == "partial":
+            next(model.parameters()).grad = None
         if word != "stale":
             optimizer.step()
         optimizer.zero_grad()
