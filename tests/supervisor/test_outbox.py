@@ -201,14 +201,14 @@ async def test_a_change_and_its_event_are_never_in_two_transactions() -> None:
     made = Writes(store, None, post=lambda _: None, now=lambda: 1.0, lost=lambda _: None)
     for number in range(100):
         made.write(
-            keys.quarantined(f"GPU-{number}"), b"x", [Put(keys.event(decision_mark(1, 3 * number + more)), b"{}") for more in range(3)]
+            keys.quarantined(f"GPU-{number}"), b"x", [Put(keys.event(decision_mark(1, 4 * number + more)), b"{}") for more in range(4)]
         )
     await written(made, asyncio.create_task(made.run()))
     revisions = {item.mod_revision for item in await store.get_prefix(keys.quarantine)}
     events = {item.key: item.mod_revision for item in await store.get_prefix(keys.events)}
     for item in await store.get_prefix(keys.quarantine):
         number = int(item.key.rpartition("-")[2])
-        assert {events[keys.event(decision_mark(1, 3 * number + more))] for more in range(3)} == {item.mod_revision}
+        assert {events[keys.event(decision_mark(1, 4 * number + more))] for more in range(4)} == {item.mod_revision}
     assert len(revisions) < 100
     await store.close()
 
