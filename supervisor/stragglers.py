@@ -31,8 +31,6 @@ NOISE_FLOOR = 0.005
 CLEAR_STEPS = 16
 CLEAR_BELOW = 1.0
 _FORGET = 0.01
-_DRIFT = 3.0
-"""Noise widths by which a baseline may follow the last steps up: who becomes slower by less than that at a time shall not go unseen for ever."""
 _MAD_TO_SIGMA = 1.4826
 _OPEN_STEPS = 64
 
@@ -62,7 +60,6 @@ class _Cusum:
         self.sums = np.zeros(count)
         self.since = np.zeros(count, dtype=np.int64)
         self.center = np.zeros(count)
-        self.highest = np.full(count, np.inf)
         self.noise = np.ones(count)
         self.alarmed = np.zeros(count, dtype=bool)
         self.smooth = np.zeros(count)
@@ -74,7 +71,6 @@ class _Cusum:
         width = _MAD_TO_SIGMA * np.median(np.abs(away), axis=0)
         width = np.std(np.clip(away, -3 * width, 3 * width), axis=0)  # as robust, and a third of the samples less uncertain
         self.noise = np.maximum(np.maximum(width, np.median(width)), floor)
-        self.highest = self.center + _DRIFT * self.noise
 
     def step(self, values: Values, step: int) -> tuple[list[int], list[int]]:
         """(series that alarm now, alarmed series that are back to normal)."""
@@ -93,7 +89,6 @@ class _Cusum:
             alarms, back = np.nonzero(fresh)[0].tolist(), np.nonzero(gone)[0].tolist()
         quiet = (self.sums == 0.0) & ~self.alarmed
         self.center += np.where(quiet, _FORGET * np.minimum(np.maximum(away, -self.noise), self.noise), 0.0)
-        np.minimum(self.center, self.highest, out=self.center)
         return alarms, back
 
 

@@ -313,6 +313,7 @@ def dumped(place: str, *, current: bool = True) -> str:
     return f'Thread 0x7f (most recent call first):\n  File "regroup.py", line 144 in _watch\n\n{head} 0x8f (most recent call first):\n  {place}'
 
 
+YOUNGER = '\n\nThread 0x9f (most recent call first):\n  File "threading.py", line 327 in wait'
 COLLECTIVE, LOOP = 'File "distributed_c10d.py", line 3252 in all_reduce', 'File "job.py", line 150 in compute'
 
 
@@ -329,6 +330,7 @@ COLLECTIVE, LOOP = 'File "distributed_c10d.py", line 3252 in all_reduce', 'File 
         (words(SAME, SAME, SAME, SAME), {0: 'File "a"', 1: 'File "a"', 2: 'File "b"', 3: 'File "a"'}, 2),
         (words(*[SAME] * 4), {rank: dumped(LOOP if rank == 2 else COLLECTIVE) for rank in range(4)}, 2),
         (words(*[SAME] * 4), {rank: dumped(LOOP if rank == 1 else COLLECTIVE, current=False) for rank in range(4)}, 1),
+        (words(*[SAME] * 4), {rank: dumped(LOOP if rank == 3 else COLLECTIVE) + YOUNGER for rank in range(4)}, 3),
         (words(SAME, (3, 2, "step", 9.0), (3, 2, "step", 9.0), SAME), {}, -1),
         (words(SAME), {}, 0),
         ((), {}, -1),

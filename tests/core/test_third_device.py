@@ -185,3 +185,10 @@ def test_devices_of_several_nodes_are_nobody() -> None:
     then = Try(digests={0: "x", 1: "t", 2: "t", 3: "y"}, places=here)
     now = Try(digests=dict.fromkeys(range(4), "t"), places=here)
     assert third.judge(Undecided(step=1, mesh=mesh, tries=(then, now))) == ()
+
+
+def test_a_step_that_all_had_alike_and_otherwise_the_next_time_is_no_witness() -> None:
+    here = {rank: Place(node="a", device=f"g{rank}", slot=rank) for rank in range(2)}
+    tries = tuple(Try(digests=dict(enumerate(told)), places=here) for told in ("xy", "zz", "xx"))
+    assert third.judge(Undecided(step=1, mesh=MeshShape(dp=2), tries=tries)) == ()
+    assert third.judge(Undecided(step=1, mesh=MeshShape(dp=2), tries=(tries[0], tries[2]))) == (here[1],)
