@@ -213,7 +213,7 @@ def check_place(path: str | Path) -> None:
             else "let the job write to a folder that all its nodes see and copy it there: `regrow run --checkpoint-dir FOLDER --mirror URL`; "
             "`regrow ckpt fetch URL FOLDER` brings one back to look at"
         )
-        raise ConfigurationError(f"is the URL of a {scheme} store, and checkpoints are written to folders", where=str(path), hint=hint)
+        raise ConfigurationError(f"is a URL ({scheme}), and checkpoints are written to folders", where=str(path), hint=hint)
 
 
 def check_writable(path: str | Path) -> None:

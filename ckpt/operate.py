@@ -31,6 +31,7 @@ from regrow.ckpt.manifest import (
 )
 from regrow.ckpt.verify import Progress, verify
 from regrow.errors import ConfigurationError, OperationalError
+from regrow.ids import check_name
 from regrow.syncing import sync_directory
 
 OPERATIONS_NAME = "operations.jsonl"
@@ -99,9 +100,10 @@ def fork(source: Path, folder: Path, *, job: str, reason: str, progress: Progres
     """Start another job's folder from a checkpoint; its tensors are copied. Returns the new checkpoint's directory.
 
     Raises:
-        ConfigurationError: the folder holds checkpoints already.
+        ConfigurationError: the folder holds checkpoints already, or no job can have this name.
         OperationalError: the source is damaged, or storage fails.
     """
+    check_name("job", job)
     if catalog.scan(folder):
         raise ConfigurationError("holds checkpoints already", where=str(folder), hint="fork into a new folder")
     record = _verified(source, progress)

@@ -105,6 +105,11 @@ def test_a_fork_is_a_job_of_its_own(tmp_path, run):
     code, document = run("ckpt", "fork", folder, other, "--job", "third")
     assert code == 2
     assert "holds checkpoints already" in document["error"]["what"]
+    for name, target, told in (("No Good", tmp_path / "new", "'No Good' is not usable"), ("good", "s3://bucket/new", "is a URL (s3)")):
+        code, document = run("ckpt", "fork", folder, target, "--job", name)
+        assert code == 2
+        assert told in document["error"]["what"]
+    assert not (tmp_path / "new").exists()
 
 
 def test_wrong_use_changes_nothing(tmp_path, run):
