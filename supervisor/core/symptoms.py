@@ -110,8 +110,16 @@ def find(view: View, job: JobView, generation: GenerationView, policy: Policy, n
         if look is not None and found is None:
             looks.append(look[0])
             waiting += [look[1]] if look[1] else []
+    if not everyone_gone:
+        symptoms = [symptom for symptom in symptoms if symptom.kind != "hang" or _is_heard(view, generation, symptom)]
     symptoms = _laggards(generation, symptoms) + _unreachable(view, generation, policy, now)
     return Findings(symptoms=tuple(symptoms), look_at=min(looks) if looks else None, waiting="; ".join(waiting[:3]))
+
+
+def _is_heard(view: View, generation: GenerationView, hung: Symptom) -> bool:
+    """False for a hang that is read from old words: the agent of that rank, or of all, is gone. It may be lost: silence has its own rule."""
+    names = (hung.node,) if hung.node else generation.members
+    return any((node := view.nodes.get(name)) is not None and node.reachable for name in names)
 
 
 _START = ("fenced", "stopped", "started", "rendezvous", "restored")
@@ -316,15 +324,7 @@ _Look = tuple[float, str]
 
 
 def _of_member(
-    view: View,
-    job: JobView,
-    generation: GenerationView,
-    member: Member,
-    policy: Policy,
-    now: float,
-    *,
-    failing: bool,
-    everyone_gone: bool,
+    view: View, job: JobView, generation: GenerationView, member: Member, policy: Policy, now: float, *, failing: bool, everyone_gone: bool
 ) -> tuple[Symptom | None, _Look | None]:
     name = member.node
     if member.empty_at is not None:
