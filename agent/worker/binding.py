@@ -200,6 +200,21 @@ def restore_point(environment: WorkerEnvironment) -> wire.RestorePoint | None:
     return entry.restore_point() if entry is not None else None
 
 
+def check_folder(environment: WorkerEnvironment) -> None:
+    """Whether the checkpoint folder can be written, before anybody trains for it. A job that goes on from a checkpoint trains in any
+    case: its saves fail, loudly and counted, until there is room again.
+
+    Raises:
+        ConfigurationError: it cannot, and nothing was saved yet.
+    """
+    try:
+        catalog.check_writable(environment.checkpoint)
+    except ConfigurationError as error:
+        if environment.spec.restore is None:
+            raise
+        _log.warning("training goes on, saves will fail: %s", error)
+
+
 def bind(
     run: Run, loop: StepLoop, link: AgentLink, exchange: Exchange, *, digest_every: int, digest_budget: float, **objects: Any
 ) -> BoundState:
@@ -214,7 +229,7 @@ def bind(
                 "no checkpoints: %d processes without a checkpoint writer; start the script with `regrow run`", environment.world_size
             )
         return _with_live(BoundState(run, loop, link, None), live)
-    catalog.check_writable(environment.checkpoint)
+    check_folder(environment)
     first = environment.rank - environment.local_rank
     place = Place(
         spec=environment.spec,

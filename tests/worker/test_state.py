@@ -17,11 +17,11 @@ import pytest
 from tests.worker.conftest import FakeAgent, World, wait_for
 
 from regrow import wire
-from regrow.agent.worker.binding import BoundState
+from regrow.agent.worker.binding import BoundState, check_folder
 from regrow.ckpt import catalog
 from regrow.ckpt.commit import Collector, write_record
 from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController
-from regrow.errors import OperationalError
+from regrow.errors import ConfigurationError, OperationalError
 
 OFTEN = 0.05
 NEVER = 3000.0
@@ -192,6 +192,16 @@ def test_a_peer_that_dies_while_all_restore_says_nothing_of_the_checkpoint(error
     with pytest.raises(SystemExit if refused else type(error)):
         state.restore()
     assert [type(message) for message in told] == [wire.RestoreFailed] * refused
+
+
+def test_a_full_disk_stops_a_job_that_begins_and_not_one_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that starts again while the folder cannot be written trains on; its saves fail and are counted."""
+    fresh: Any = SimpleNamespace(checkpoint="/proc/regrow", spec=SimpleNamespace(restore=None))
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        check_folder(fresh)
+    again: Any = SimpleNamespace(checkpoint="/proc/regrow", spec=SimpleNamespace(restore=wire.RestorePoint(directory="step", step=2)))
+    check_folder(again)
+    assert "training goes on, saves will fail: /proc/regrow: the checkpoint folder cannot be written" in caplog.text
 
 
 def test_writer_that_dies_costs_a_save_not_a_step(world: World, writer: Writer, agent: FakeAgent) -> None:
