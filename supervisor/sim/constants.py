@@ -24,15 +24,18 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sigma: float = 0.0
     values: tuple[float, ...] = ()
     """Measured ones, to draw from in place of the distribution: a start is warm or cold, and never in between."""
+    after: dict[str, tuple[float, ...]] = {}
+    """Those measured after one kind of fault, in place of `values`: hung processes end otherwise than those whose peer is gone."""
 
     def at(self, nodes: int) -> float:
         """Median for a cluster of this many nodes."""
         return self.median + self.per_thousand_nodes * nodes / 1000.0
 
-    def sample(self, rng: random.Random, nodes: int = 0) -> float:
-        """One draw. One number is taken from `rng`, whatever the parameters."""
-        if self.values:
-            return self.values[int(rng.random() * len(self.values))]
+    def sample(self, rng: random.Random, nodes: int = 0, after: str = "") -> float:
+        """One draw, after a fault of this kind. One number is taken from `rng`, whatever the parameters."""
+        values = self.after.get(after) or self.values
+        if values:
+            return values[int(rng.random() * len(values))]
         noise = rng.gauss(0.0, 1.0)
         return self.at(nodes) * math.exp(self.sigma * noise)
 
@@ -45,6 +48,7 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     peer_error: Delay
     exit_report: Delay
     verdict: Delay
+    stacks: Delay
     message: Delay
     record: Delay
     commit: Delay

@@ -50,6 +50,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Known duration, in place of a drawn one."""
     component: str = ""
     category: str = ""
+    how: str = ""
+    """Of a hang: "stopped" (a process does not run), "alike" (all stand at the same place and can say so); empty: either a rank that
+    is behind and cannot say where, or all of them, by chance. Delays that were measured after faults of this kind are drawn."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

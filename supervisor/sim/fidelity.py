@@ -6,208 +6,71 @@ decision by the production rules, which mesh follows, how many steps are compute
 
 from __future__ import annotations
 
-import itertools
 import random
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from regrow import wire
-from regrow.errors import ConfigurationError
 from regrow.ids import MeshShape
 from regrow.supervisor.core import phases
-from regrow.supervisor.core.view import Incident
-from regrow.supervisor.journal import Entry
-from regrow.supervisor.sim import constants, faults, setup
+from regrow.supervisor.sim import constants, setup
 from regrow.supervisor.sim.constants import Constants, Delay
 from regrow.supervisor.sim.faults import Fault
 from regrow.supervisor.sim.inject import Injector
 from regrow.supervisor.sim.models import JOB, Workload
+from regrow.supervisor.sim.recorded import KINDS, Recorded, Seen, median
 from regrow.supervisor.sim.setup import Setup
 from regrow.supervisor.sim.simulate import run_seed
 from regrow.supervisor.sim.world import World
-from regrow.supervisor.stats.parts import JobStory
-from regrow.supervisor.stats.story import Story
 
 WITHIN = 0.20
 """Largest relative error of a phase's median."""
 RESOLUTION_SECONDS = 0.1
 """Shorter phases are shown and not judged: they are a few messages between processes that share two cores."""
+LEAST_OF_A_KIND = 5
+"""So many incidents of a kind are shown by themselves, and draw delays of their own."""
+JUDGED_OF_A_KIND = 9
+"""So many are judged by themselves, too: the 95 % interval of a median of fewer goes from the least to the greatest of them."""
 _SPACING_SECONDS = 200.0
 """Between faults in the simulation: each finds a job that trains, as it did in the run."""
 _NEVER_SECONDS = 1e7
-_KINDS = {"node_lost": "killed", "sdc": "sdc", "unhealthy": "sick", "hang": "hang", "worker_exit": "program", "leaving": "leave"}
-
-
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """One incident of a run."""
-
-    kind: str
-    """As the supervisor called it."""
-    node: str
-    returns_seconds: float | None
-    """From its loss until its node was there again; None: it was not."""
-    lost_steps: int
-    """Completed steps since the checkpoint that the job went on from."""
-    spans: dict[str, float]
-
-
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as its journal tells it."""
-
-    name: str
-    spec: wire.JobSpec
-    home: MeshShape
-    """Mesh of the first generation."""
-    nodes: tuple[str, ...]
-    incidents: tuple[Seen, ...]
-    step_seconds: dict[str, float]
-    """{mesh: median seconds of its steps}, without the first one of a generation."""
-    save_steps: int
-    """Median steps between two saves; 0: none was taken."""
-    stall_seconds: float
-    write_seconds: float
-    delays: dict[str, list[float]]
-    """{name of a delay of constants.toml: what was measured}."""
-
-
-def read(path: Path) -> Recorded:
-    """A run's journal: `journal.sqlite`, a folder that has one, or lines of JSON.
-
-    Raises:
-        ConfigurationError: no journal, or none with a job and an incident that was recovered from.
-    """
-    if path.is_dir():
-        path = next((path / name for name in ("journal.sqlite", "supervisor/journal.sqlite") if (path / name).is_file()), path)
-    try:
-        entries = [msgspec.convert(item, Entry) for item in faults.entries(path)]
-        loaded = next((entry for entry in entries if entry.kind == "job_loaded"), None)
-        spec = msgspec.convert(loaded.data["spec"], wire.JobSpec, strict=False) if loaded is not None else None
-    except (msgspec.ValidationError, KeyError) as error:
-        raise ConfigurationError(f"is not a journal: {error}", where=str(path), hint="give <state>/journal.sqlite of a run") from error
-    story = Story().read(entries)
-    job = story.jobs.get(spec.job) if spec is not None else None
-    if spec is None or job is None or not job.generations:
-        raise ConfigurationError("holds no job that started", where=str(path), hint="give the journal of a run from its start")
-    found = tuple(_seen(case.incident, story) for case in job.cases if case.incident.recovered_at is not None)
-    if not found:
-        raise ConfigurationError(
-            "holds no incident that was recovered from", where=str(path), hint="give a run with faults (regrow demo, regrow chaos run)"
-        )
-    steps = _step_seconds(job)
-    return Recorded(
-        name=path.parent.parent.name or path.stem,
-        spec=spec,
-        home=MeshShape.parse(job.generations[0].mesh),
-        nodes=tuple(sorted(story.nodes)),
-        incidents=found,
-        step_seconds=steps,
-        save_steps=_save_steps(entries),
-        stall_seconds=_median(job.save_seconds),
-        write_seconds=_median(job.write_seconds),
-        delays=_delays(job, entries, steps),
-    )
-
-
-def _seen(incident: Incident, story: Story) -> Seen:
-    known = story.nodes.get(incident.node)
-    starts = [since for since, _, _ in known.spans] + [known.joined_at] if known is not None else []
-    return Seen(
-        kind=incident.kind,
-        node=incident.node,
-        returns_seconds=min((since - incident.symptom_at for since in starts if since > incident.symptom_at), default=None),
-        lost_steps=max(0, incident.frontier - (incident.restored_step or 0)),
-        spans=phases.spans(incident),
-    )
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
-
-
-def _step_seconds(job: JobStory) -> dict[str, float]:
-    """Median per mesh; a generation's first step, with its caches and connections, belongs to the recovery."""
-    meshes = {generation.number: generation.mesh for generation in job.generations}
-    first: set[int] = set()
-    times: dict[str, list[float]] = {}
-    for step in job.steps:
-        if step.generation in first:
-            times.setdefault(meshes[step.generation], []).append(step.seconds)
-        first.add(step.generation)
-    return {mesh: statistics.median(values) for mesh, values in times.items()}
-
-
-def _save_steps(entries: list[Entry]) -> int:
-    steps = sorted({int(entry.data["step"]) for entry in entries if entry.kind == "checkpoint_moved" and entry.data["state"] == "snapshot"})
-    return round(_median([later - one for one, later in itertools.pairwise(steps)]))
-
-
-def _delays(job: JobStory, entries: list[Entry], steps: dict[str, float]) -> dict[str, list[float]]:
-    """What the journal says of each delay. Changes that were wanted (growth) start workers, too."""
-    found: dict[str, list[float]] = {}
-    meshes = {generation.number: generation.mesh for generation in job.generations}
-    for case in (*job.cases, *job.changes):
-        incident, spans = case.incident, phases.spans(case.incident)
-        if incident.recovered_at is None:
-            continue
-        for name, phase in (
-            ("record", "fence"),
-            ("stop", "stop"),
-            ("start", "start"),
-            ("rendezvous", "rendezvous"),
-            ("restore", "restore"),
-        ):
-            found.setdefault(name, []).append(spans[phase])
-        usual = steps.get(meshes[incident.generation_after])
-        if usual is not None and case in job.cases:
-            again = max(0, incident.frontier - (incident.restored_step or 0)) + 1
-            found.setdefault("first_step", []).append(max(0.0, spans["first_step"] - again * usual))
-        lost = [
-            entry.at
-            for entry in entries
-            if entry.kind == "node_disconnected" and entry.node == incident.node and entry.at >= incident.symptom_at - 0.5
-        ]
-        exits = [
-            entry.at
-            for entry in entries
-            if entry.kind == "workers_exited" and entry.node != incident.node and entry.at >= incident.symptom_at
-        ]
-        if incident.kind == "node_lost" and lost and exits:
-            found.setdefault("exit_report", []).append(max(0.0, exits[0] - lost[0]))
-    return found
+_WRITE_SECONDS = 1e-3
 
 
 def measured(runs: Sequence[Recorded]) -> Constants:
     """The shipped constants; what these runs show is drawn from what they show."""
-    delays: dict[str, list[float]] = {}
+    delays: dict[str, dict[str, list[float]]] = {}
     for run in runs:
-        for name, values in run.delays.items():
-            delays.setdefault(name, []).extend(values)
-    changes = {
-        name: Delay(median=_median(values), source="measured in a run", values=tuple(values)) for name, values in sorted(delays.items())
-    }
-    return msgspec.structs.replace(constants.load(), **changes)
+        for name, by_fault in run.delays.items():
+            for fault, values in by_fault.items():
+                delays.setdefault(name, {}).setdefault(fault, []).extend(values)
+    return msgspec.structs.replace(constants.load(), **{name: _drawn(by_fault) for name, by_fault in sorted(delays.items())})
+
+
+def _drawn(by_fault: dict[str, list[float]]) -> Delay:
+    values = tuple(value for found in by_fault.values() for value in found)
+    after = {fault: tuple(found) for fault, found in by_fault.items() if fault and len(found) >= LEAST_OF_A_KIND}
+    return Delay(median=median(values), source="measured in a run", values=values, after=after)
 
 
 # --- the same in virtual time
 
 
 def simulated(run: Recorded, delays: Constants, seed: int) -> list[tuple[str, dict[str, float]]]:
-    """(kind, spans) of the incidents of one simulated repetition of a run."""
+    """(label, spans) of the incidents of one simulated repetition of a run."""
     rng = random.Random(f"{run.name}/{seed}/instants")  # noqa: S311  # a simulation is to be repeated
     home = run.home
-    usual = run.step_seconds.get(str(home)) or _median(list(run.step_seconds.values()))
+    usual = run.step_seconds.get(str(home)) or median(list(run.step_seconds.values()))
     sequences = max(1, run.spec.global_batch // run.spec.micro_batch)
     shape = setup.check(
         Setup(
-            constants=_checked_each_step(delays, usual),
+            constants=_of_a_run(delays, usual),
             nodes=len(run.nodes),
             gpus_per_node=run.spec.nproc_per_node,
             days=(len(run.incidents) + 2) * _SPACING_SECONDS / 86_400.0,
-            save_seconds=run.write_seconds,
+            save_seconds=_WRITE_SECONDS,
             stall_seconds=run.stall_seconds,
             interval_seconds=usual * max(run.save_steps, 2 + max(seen.lost_steps for seen in run.incidents)),
             max_interval_seconds=_SPACING_SECONDS,
@@ -239,23 +102,37 @@ def simulated(run: Recorded, delays: Constants, seed: int) -> list[tuple[str, di
 
     run_seed(shape, workload, lambda _rng: (), seed, prepare=prepare)
     incidents = worlds[0].leader.view.jobs[JOB].incidents
-    return [(one.kind, phases.spans(one)) for one in incidents if one.recovered_at is not None and one.cause != "planned"]
+    labels = {number: seen for number, (seen, _) in enumerate(_faults(run), 1)}
+    found: list[tuple[str, dict[str, float]]] = []
+    for one in incidents:
+        if one.recovered_at is not None and one.cause != "planned":
+            seen = labels.get(int(one.symptom_at / _SPACING_SECONDS))
+            found.append((seen.label if seen is not None and seen.kind == one.kind else one.kind, phases.spans(one)))
+    return found
 
 
-def _checked_each_step(delays: Constants, step_seconds: float) -> Constants:
-    """Digests are compared once a step in the runs that flip bits."""
-    return msgspec.structs.replace(delays, sdc_seen=msgspec.structs.replace(delays.sdc_seen, median=step_seconds, sigma=0.0))
+def _of_a_run(delays: Constants, step_seconds: float) -> Constants:
+    """Digests are compared once a step in the runs that flip bits. What was committed, or was in memory, is the restore point: the steps
+    since then are the run's own."""
+    at_once = msgspec.structs.replace(delays.commit, median=0.0, sigma=0.0)
+    return msgspec.structs.replace(
+        delays, sdc_seen=msgspec.structs.replace(delays.sdc_seen, median=step_seconds, sigma=0.0), commit=at_once
+    )
+
+
+def _compared(run: Recorded) -> list[Seen]:
+    """Incidents that the simulator can be given."""
+    return [seen for seen in run.incidents if seen.kind in KINDS and not seen.alone and (seen.node in run.nodes or seen.how == "alike")]
 
 
 def _faults(run: Recorded) -> list[tuple[Seen, Fault]]:
     """The run's faults in their order."""
     found: list[tuple[Seen, Fault]] = []
-    for seen in run.incidents:
-        kind = _KINDS.get(seen.kind)
-        if kind is not None and seen.node in run.nodes:
-            seconds = _NEVER_SECONDS if seen.returns_seconds is None else seen.returns_seconds
-            place = (run.nodes.index(seen.node),)
-            found.append((seen, Fault(at=0.0, kind=kind, nodes=place, seconds=seconds, component=seen.kind, category=seen.kind)))
+    for seen in _compared(run):
+        seconds = _NEVER_SECONDS if seen.returns_seconds is None else seen.returns_seconds
+        place = (run.nodes.index(seen.node) if seen.node in run.nodes else 0,)
+        kind = KINDS[seen.kind]
+        found.append((seen, Fault(at=0.0, kind=kind, nodes=place, seconds=seconds, component=seen.kind, category=seen.kind, how=seen.how)))
     return found
 
 
@@ -276,36 +153,48 @@ def _place(world: World, injector: Injector, seen: Seen, fault: Fault, share: fl
 def compare(measured_in: Sequence[Recorded], tried_on: Sequence[Recorded], *, seeds: int = 20) -> dict[str, Any]:
     """The document: medians of each phase over the incidents of `tried_on`, as they were and as simulated with the delays of `measured_in`."""
     delays = measured(measured_in)
-    was = [(seen.kind, seen.spans) for run in tried_on for seen in run.incidents if seen.kind in _KINDS]
+    was = [(seen.label, seen.spans) for run in tried_on for seen in _compared(run)]
     made = [pair for run in tried_on for seed in range(1, seeds + 1) for pair in simulated(run, delays, seed)]
-    kinds = sorted({kind for kind, _ in was})
-    rows = [_row(phase, [spans[phase] for _, spans in was], [spans[phase] for _, spans in made]) for phase in phases.NAMES]
-    whole = _row("whole", [sum(spans.values()) for _, spans in was], [sum(spans.values()) for _, spans in made])
-    by_kind = {
-        kind: _row(
-            kind,
-            [sum(spans.values()) for name, spans in was if name == kind],
-            [sum(spans.values()) for name, spans in made if name == kind],
-        )
-        for kind in kinds
-    }
+    labels = sorted({label for label, _ in was})
+    rows = _rows(was, made)
+    kinds = {label: ([pair for pair in was if pair[0] == label], [pair for pair in made if pair[0] == label]) for label in labels}
+    by_kind = {label: _rows(*pairs) for label, pairs in kinds.items() if len(pairs[0]) >= LEAST_OF_A_KIND}
     off = [row["name"] for row in rows if row["judged"] and not row["within"]]
+    many = [(label, found) for label, found in by_kind.items() if len(kinds[label][0]) >= JUDGED_OF_A_KIND]
+    off += [f"{label}/{row['name']}" for label, found in many for row in found if row["judged"] and not row["within"]]
     return {
         "phases": {row["name"]: row for row in rows},
-        "whole": whole,
-        "whole_by_kind": by_kind,
+        "phases_by_kind": {label: {row["name"]: row for row in found} for label, found in by_kind.items()},
+        "whole": _whole("whole", was, made),
+        "whole_by_kind": {label: _whole(label, *pairs) for label, pairs in kinds.items()},
         "within": WITHIN,
         "off": off,
         "ok": not off,
-        "incidents": {"measured_in": sum(len(run.incidents) for run in measured_in), "tried_on": len(was), "simulated": len(made)},
-        "same_kinds": sorted({kind for kind, _ in made}) == kinds,
+        "incidents": {
+            "measured_in": sum(len(run.incidents) for run in measured_in),
+            "tried_on": len(was),
+            "simulated": len(made),
+            "left_out": sum(len(run.incidents) for run in tried_on) - len(was),
+        },
+        "same_kinds": sorted({label for label, _ in made}) == labels,
         "delays": {name: delays.named(name).median for name in sorted({name for run in measured_in for name in run.delays})},
         "seeds": seeds,
     }
 
 
+_Pairs = list[tuple[str, dict[str, float]]]
+
+
+def _rows(was: _Pairs, made: _Pairs) -> list[dict[str, Any]]:
+    return [_row(phase, [spans[phase] for _, spans in was], [spans[phase] for _, spans in made]) for phase in phases.NAMES]
+
+
+def _whole(name: str, was: _Pairs, made: _Pairs) -> dict[str, Any]:
+    return _row(name, [sum(spans.values()) for _, spans in was], [sum(spans.values()) for _, spans in made])
+
+
 def _row(name: str, was: list[float], made: list[float]) -> dict[str, Any]:
-    real, virtual = _median(was), _median(made)
+    real, virtual = median(was), median(made)
     error = virtual / real - 1.0 if real > 0 else 0.0
     judged = max(real, virtual) >= RESOLUTION_SECONDS
     return {
@@ -323,10 +212,16 @@ def text(document: dict[str, Any]) -> list[str]:
     numbers = document["incidents"]
     lines = [
         f"delays measured in {numbers['measured_in']} incidents, tried on {numbers['tried_on']} others, {document['seeds']} seeds",
-        "phase        measured  simulated    error",
+        "phase         measured  simulated    error",
     ]
-    rows = [*document["phases"].values(), document["whole"], *document["whole_by_kind"].values()]
-    for row in rows:
-        note = "" if not row["judged"] else "  ok" if row["within"] else f"  off by more than {document['within']:.0%}"
-        lines.append(f"{row['name']:<12}{row['measured_seconds']:8.2f} s {row['simulated_seconds']:8.2f} s {row['error']:+8.0%}{note}")
+    lines += [_line(row, document) for row in (*document["phases"].values(), document["whole"], *document["whole_by_kind"].values())]
+    for label, rows in document["phases_by_kind"].items():
+        lines += [f"-- {label}", *(_line(row, document) for row in rows.values())]
+    if numbers["left_out"]:
+        lines.append(f"{numbers['left_out']} incidents are left out: of a job with one member, or of a kind that the simulator has not")
     return lines
+
+
+def _line(row: dict[str, Any], document: dict[str, Any]) -> str:
+    note = "" if not row["judged"] else "  ok" if row["within"] else f"  off by more than {document['within']:.0%}"
+    return f"{row['name']:<13}{row['measured_seconds']:8.2f} s {row['simulated_seconds']:8.2f} s {row['error']:+8.0%}{note}"

@@ -54,6 +54,7 @@ class Injector:
         world = self._world
         self._number += 1
         world.num_faults += 1
+        world.after = f"{fault.kind} {fault.how}".strip()
         if fault.kind in DISTURBING and world.training:
             world.accounts.cause = fault.category or fault.kind
         names = list(world.nodes)
@@ -147,12 +148,14 @@ class Injector:
         else:
             world.loop.after(self._seconds(fault), lambda: world.heard_again(node))
 
-    def _hang(self, _fault: Fault, node: Node) -> None:
+    def _hang(self, fault: Fault, node: Node) -> None:
         run = self._world.life.current(node)
         if run is None:
             return
         rank = next((worker.rank for worker in self._world.store.members.get(node.name, ())), 0)
-        self._world.life.break_run(run, stuck=rank if self._world.rng.random() < 0.5 else -1)
+        named = fault.how != "alike" if fault.how else self._world.rng.random() < 0.5
+        run.halted = fault.how == "stopped"
+        self._world.life.break_run(run, stuck=rank if named else -1)
 
     def _leave(self, fault: Fault, node: Node) -> None:
         """Maintenance with a notice: the agent says so and waits to be released."""

@@ -168,7 +168,7 @@ class Life:
                 rank=rank,
                 started_step=done + (rank != run.stuck),
                 applied_step=done,
-                phase=phase,
+                phase="stopped" if run.halted and rank == run.stuck else phase,
                 age_seconds=self._world.now - run.changed_at,
             )
             for rank in ranks

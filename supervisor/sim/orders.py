@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from regrow.supervisor.sim.world import World
 
 _RECORD_SECONDS = 4.0
-_STACKS_SECONDS = 0.3
 
 
 class Orders:
@@ -61,7 +60,7 @@ class Orders:
             case a.TellRate():
                 self._order(lambda: self._tell_rate(action))
             case a.AskStacks():
-                self._world.loop.after(_STACKS_SECONDS, lambda: self._stacks(action))
+                self._world.loop.after(self._world.setup.constants.stacks.median, lambda: self._stacks(action))
             case a.AskReach():
                 self._order(lambda: self._reach(action))
             case a.ReleaseNode():

@@ -53,6 +53,8 @@ class Run:
         self.rate = spec.failures_per_second
         self.stuck = -1
         """Rank that hangs; -1: none."""
+        self.halted = False
+        """Its process does not run, and its agent says so."""
         self.diverged_at: int | None = None
         """First step whose state is wrong on one replica."""
         self.paces: Paces | None = None

@@ -50,6 +50,8 @@ class World:
         self.unsettled: list[Run] = []
         """Runs whose saves may still be committed."""
         self.num_faults = 0
+        self.after = ""
+        """The newest fault: its kind, and of a hang how."""
         self.num_generations = 0
         self.num_pages = 0
         self.borrowed_seconds = 0.0
@@ -90,7 +92,7 @@ class World:
 
     def draw(self, name: str) -> float:
         """One draw of a delay."""
-        return self.setup.constants.named(name).sample(self.rng, self.setup.nodes)
+        return self.setup.constants.named(name).sample(self.rng, self.setup.nodes, self.after)
 
     def phase_seconds(self, phase: str) -> float:
         """Duration of a phase of a start, drawn."""

@@ -52,6 +52,12 @@ def test_below_the_target_the_phase_is_named() -> None:
         (("--rate-per-gpu-hour", "-1"), "--rate-per-gpu-hour"),
         (("--trace", "llama3", "--chaos"), "--trace"),
         (("--rack-share", "0.5"), "--rack-size"),
+        (("--leader", "--nodes", "64"), "--nodes"),
+        (("--group", "8"), "--leader"),
+        (("--against", "x", "--measure", "y", "--days", "3"), "--days"),
+        (("--compare", "--policy", "replan"), "--policy"),
+        (("--compare", "--journal", "x.jsonl"), "--journal"),
+        (("--curves", "x.html", "--compare"), "--compare"),
     ],
 )
 def test_wrong_input_is_exit_2(words: tuple[str, ...], named: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from regrow.errors import ConfigurationError
-from regrow.supervisor.sim import constants, fidelity
+from regrow.supervisor.sim import constants, fidelity, recorded
 
 DATA = Path(__file__).parents[1] / "data" / "journals"
 MEASURED = tuple(DATA / f"kills-{number}.jsonl" for number in (0, 2, 8, 10))
@@ -28,7 +28,7 @@ def test_phase_medians_of_other_runs_are_met_within_a_fifth() -> None:
     document = json.loads(done.stdout)
     assert done.returncode == 0, document
     assert document["ok"]
-    assert document["incidents"] == {"measured_in": 9, "tried_on": 7, "simulated": 35}
+    assert document["incidents"] == {"measured_in": 9, "tried_on": 7, "simulated": 35, "left_out": 0}
     assert document["same_kinds"]
     step = document["phases"]["first_step"]
     assert step["judged"]
@@ -44,17 +44,17 @@ def test_a_delay_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return msgspec.structs.replace(found, first_step=constants.Delay(median=2.0, source="wrong"))
 
     monkeypatch.setattr(fidelity, "measured", slower)
-    document = fidelity.compare([fidelity.read(MEASURED[0])], [fidelity.read(TRIED[1])], seeds=2)
+    document = fidelity.compare([recorded.read(MEASURED[0])], [recorded.read(TRIED[1])], seeds=2)
     assert document["off"] == ["first_step"]
     assert not document["ok"]
 
 
 def test_what_a_journal_says() -> None:
-    run = fidelity.read(DATA / "kills-8.jsonl")
+    run = recorded.read(DATA / "kills-8.jsonl")
     assert [(seen.kind, seen.node, seen.lost_steps) for seen in run.incidents] == [("worker_exit", "n0", 20), ("node_lost", "n0", 48)]
     assert run.incidents[1].returns_seconds == pytest.approx(0.6, abs=0.1)
     assert run.home.world_size == 2
-    assert 0.3 < run.delays["exit_report"][0] < 0.5
+    assert 0.3 < run.delays["exit_report"]["killed"][0] < 0.5
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,28 @@ def test_a_file_that_is_no_journal(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"kind":"job_loaded","at":1}\n')
     with pytest.raises(ConfigurationError, match="is not a journal"):
-        fidelity.read(path)
+        recorded.read(path)
     path.write_text("\n".join(line for line in TRIED[0].read_text().splitlines() if '"record_generation"' not in line))
     with pytest.raises(ConfigurationError, match="no job that started"):
-        fidelity.read(path)
+        recorded.read(path)
+
+
+def test_hangs_by_their_kind_and_lost_nodes_are_what_they_were() -> None:
+    """Delays are the run's own here: what is looked at are the decisions, and which delays are drawn after which fault."""
+    run = recorded.read(DATA / "hangs-and-losses.jsonl")
+    labels = [seen.label for seen in run.incidents if not seen.alone]
+    assert {label: labels.count(label) for label in labels} == {"hang stopped": 2, "hang alike": 3, "node_lost": 5}
+    assert [seen.lost_steps for seen in run.incidents if seen.label == "node_lost"] == [0, 0, 4, 3, 0], "what was in memory is not lost"
+    document = fidelity.compare([run], [run], seeds=5)
+    assert document["incidents"] == {"measured_in": 13, "tried_on": 10, "simulated": 50, "left_out": 3}
+    assert document["same_kinds"]
+    assert document["ok"]
+    assert document["whole_by_kind"]["hang stopped"]["within"]
+    assert document["whole_by_kind"]["hang alike"]["within"]
+    lost = document["phases_by_kind"]["node_lost"]
+    for phase in ("decide", "stop", "restore"):
+        assert lost[phase]["simulated_seconds"] == pytest.approx(lost[phase]["measured_seconds"], rel=0.2)
+    made = [
+        spans for seed in range(1, 6) for label, spans in fidelity.simulated(run, fidelity.measured([run]), seed) if label == "hang stopped"
+    ]
+    assert {round(spans["decide"], 3) for spans in made} == {0.0}, "a process that does not run is decided upon at once"

@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
+    context: typer.Context,
     *,
     nodes: Annotated[int, typer.Option(help="Nodes that train; spares come on top.", rich_help_panel=_SIZE)] = 2048,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs a node.", rich_help_panel=_SIZE)] = 8,
@@ -69,6 +70,7 @@ def simulate(
 ) -> None:
     """Goodput of a policy on a failure trace, by the production decision core in virtual time."""
     flags: dict[str, Any] = dict(locals())
+    _check_modes(context)
     if leader or costs is not None:
         _leader(group, costs, seed, as_json=json)
         return
@@ -92,6 +94,33 @@ def simulate(
     emit(document, as_json=json, human=human)
 
 
+_MODES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
+    (("leader", "costs"), frozenset(("leader", "costs", "group", "seed", "json"))),
+    (("against", "measure"), frozenset(("against", "measure", "seeds", "json"))),
+)
+"""(flags of which one chooses what is done, all flags that it knows)."""
+
+
+def _check_modes(context: typer.Context) -> None:
+    """A flag that would be passed over in silence is an error."""
+    given = {name for name in context.params if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"}
+    for chosen, known in _MODES:
+        mode = [name for name in chosen if name in given]
+        unknown = sorted(given - known) if mode else []
+        if unknown:
+            raise ConfigurationError(
+                f"--{mode[0]} knows no --{unknown[0].replace('_', '-')}",
+                where=f"--{mode[0]}, --{unknown[0].replace('_', '-')}",
+                hint=f"with it: {', '.join(f'--{name}' for name in sorted(known - {mode[0]}))}",
+            )
+    pairs = (("curves", "compare"), ("curves", "svg"), ("curves", "journal"), ("compare", "journal"), ("compare", "policy"))
+    for one, other in pairs:
+        if {one, other} <= given:
+            raise ConfigurationError(f"--{one} knows no --{other}", where=f"--{one}, --{other}", hint="give one of the two")
+    if "group" in given and not {"leader", "costs"} & given:
+        raise ConfigurationError("--group is of --leader", where="--group", hint="add --leader")
+
+
 def _leader(group: int, costs: Path | None, seed: int, *, as_json: bool) -> None:
     from regrow.supervisor.sim import leader_answer, leader_costs
 
@@ -106,7 +135,7 @@ def _leader(group: int, costs: Path | None, seed: int, *, as_json: bool) -> None
 
 
 def _against(journals: list[Path], measured_in: list[Path], seeds: int, *, as_json: bool) -> None:
-    from regrow.supervisor.sim import fidelity
+    from regrow.supervisor.sim import fidelity, recorded
 
     if not journals or not measured_in:
         raise ConfigurationError(
@@ -121,7 +150,7 @@ def _against(journals: list[Path], measured_in: list[Path], seeds: int, *, as_js
         )
     if seeds < 1:
         raise ConfigurationError(f"{seeds} seeds", where="--seeds", hint="give at least 1")
-    document = fidelity.compare([fidelity.read(path) for path in measured_in], [fidelity.read(path) for path in journals], seeds=seeds)
+    document = fidelity.compare([recorded.read(path) for path in measured_in], [recorded.read(path) for path in journals], seeds=seeds)
 
     def human() -> None:
         for line in fidelity.text(document):
