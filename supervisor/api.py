@@ -191,7 +191,7 @@ class Routes:
         if generation is not None and generation != current:
             found = await self._earlier(job.spec.job, generation, rank)
         if not found:
-            raise NotFoundError(f"rank {rank} is not in generation {generation or current}", where=f"job {job.spec.job}")
+            raise _nowhere(job, rank, current if generation is None else generation, current)
         return _json({"job": job.spec.job, "generation": generation or current, "ranks": found})
 
     async def _earlier(self, job: str, generation: int, rank: int | None) -> list[dict[str, Any]]:
@@ -242,6 +242,8 @@ class Routes:
                 )
             return _json({"job": job.spec.job, "state": job.outcome.state, "changed": False})
         command = JOB_COMMANDS[asked]
+        if job.command == command == "run" or (command == "pause" and job.paused):
+            return _json({"job": job.spec.job, "state": documents.job_line(job, self._supervisor.now())["state"], "changed": False})
         record = wire.CommandRecord(command=command, by=_who(request))  # type: ignore[arg-type]
         put = Put(self._supervisor.keys.job(job.spec.job, "command"), msgspec.json.encode(record))
         event = e.CommandGiven(at=self._supervisor.now(), job=job.spec.job, command=command, by=record.by)  # type: ignore[arg-type]
@@ -327,6 +329,19 @@ class Routes:
                     yield _sse(entry)
         finally:
             journal.unfollow(follower)
+
+
+def _nowhere(job: JobView, rank: int | None, generation: int, current: int) -> NotFoundError:
+    where = f"job {job.spec.job}"
+    if generation != current:
+        who = "ranks are" if rank is None else f"rank {rank} is"
+        hint = f"the current one is {current}, and the 20 before it are kept" if current else "it has had none yet"
+        return NotFoundError(f"no {who} known of generation {generation}", where=where, hint=hint)
+    if not current:
+        return NotFoundError("no generation runs", where=where, hint=f"`regrow job show {job.spec.job}` says what it waits for")
+    return NotFoundError(
+        f"rank {rank} is not in generation {generation}", where=where, hint=f"its ranks are 0 to {len(documents.where(job, None)) - 1}"
+    )
 
 
 def _sse(entry: Entry) -> bytes:

@@ -12,6 +12,8 @@ import pytest
 from scene import form
 from stub_agent import eventually
 
+from regrow.supervisor.core import events as e
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -77,6 +79,42 @@ async def test_events_follow_with_ids(cluster: Cluster) -> None:
                 break
     assert ids == sorted(set(ids))
     assert ids[0] == 3
+
+
+async def test_kinds_of_events_can_be_left_out(cluster: Cluster) -> None:
+    await form(cluster, "n0")
+    async with (
+        httpx.AsyncClient(base_url=f"http://{cluster.leader.http_address}", trust_env=False) as client,
+        client.stream("GET", "/v1/events", params={"follow": 1, "without": "steps_completed,node_joined"}) as response,
+    ):
+        await cluster.step(1)
+        cluster.leader.post(e.AutomationSwitched(at=1.0, on=True, by="test"))
+        kinds: list[str] = []
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                kinds.append(json.loads(line[5:])["kind"])
+                if kinds[-1] == "automation_switched":
+                    break
+    assert "record_generation" in kinds
+    assert not {"steps_completed", "node_joined"} & set(kinds)
+    assert "steps_completed" in {entry.kind for entry in cluster.leader.journal.since(0)}
+
+
+async def test_what_would_change_nothing_says_so(cluster: Cluster) -> None:
+    await form(cluster, "n0", "n1")
+    await cluster.step(1)
+    url = f"http://{cluster.leader.http_address}"
+    running = await call("job", "resume", "train", "--supervisor", url)
+    assert (running.returncode, running.stdout) == (0, "train is running already\n")
+    nowhere = await call("job", "where", "train", "--rank", "9", "--supervisor", url)
+    assert nowhere.returncode == 2
+    assert "its ranks are 0 to 3" in nowhere.stderr
+    never = await call("job", "where", "train", "--generation", "7", "--supervisor", url)
+    assert never.returncode == 2
+    assert "no ranks are known of generation 7" in never.stderr
+    assert "the current one is 1" in never.stderr
+    nothing = await call("events", "--job", "nope", "--supervisor", url)
+    assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, "", "no event of a job 'nope'\n")
 
 
 BAD_REQUESTS = (
