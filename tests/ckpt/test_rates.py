@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from regrow.ckpt.arenas import ArenaPool, Contents
+from regrow.ckpt.peers import Peers
+from regrow.ckpt.protocol import CELL_BYTES, Gather, Locate, Wanted
 from regrow.ckpt.rates import FORGET_SECONDS, MIN_BYTES, STORAGE, Rates, order
 
 
@@ -40,3 +45,27 @@ def test_rates_are_of_the_newest_transfer_and_are_forgotten():
     rates.note("n2", 4e9, 1.0)
     now[0] += 1.0
     assert rates.known() == {"n2": 4e9}, "a node that was slow an hour ago is tried again"
+
+
+@pytest.mark.parametrize(
+    ("known", "asked"),
+    [({}, ["n0", "n1"]), ({"n0": 1e9}, ["n1", "n0"]), ({"n0": 1e9, STORAGE: 2e9}, ["n1"]), ({"n0": 1e9, "n1": 1e9, STORAGE: 2e9}, [])],
+)
+async def test_a_restore_asks_in_this_order(known, asked, tmp_path):
+    """Nobody answers, so all that are asked are seen; what they did not give is left out, and storage is read for it."""
+    found: list[str] = []
+
+    def ask(question: Locate) -> bool:
+        found.append(question.node)
+        return False
+
+    with ThreadPoolExecutor(1) as threads:
+        peers = Peers(ArenaPool(), Contents(), threads=threads, checksums=threads, newest=lambda _job: None, ask=ask)
+        for place, rate in known.items():
+            peers.rates.note(place, rate, 1.0)
+        wanted = Wanted(name="rank-00000.safetensors", size_bytes=CELL_BYTES, holders=("n0", "n1"), cells=(0,))
+        message = Gather(directory=str(tmp_path), files=(wanted,))
+        assert await peers.gather(message, storage_bytes_per_second=0.0) == []
+        assert found == asked
+        peers._gathered[message.directory].users -= 1
+        peers._free(message.directory)
