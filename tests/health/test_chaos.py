@@ -136,6 +136,23 @@ def regrow(*arguments: str | Path, timeout: float = 60) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[[fault]]\nkind = "worker_kill"\n[[fault]]\nkind = "worker_kil"', "p.toml, line 3, fault 2"),
+        ('[[fault]]\nkind = "worker_kill"\n\nrankk = 3', "p.toml, line 4, fault 1"),
+        ('seed = 1\n[[fault]]\nkind = "worker_kill"\nquiet_seconds = "x"', "p.toml, line 4, fault 1"),
+        ('nodess = 3\n[[fault]]\nkind = "worker_kill"', "p.toml, line 1"),
+        ('[job]\n\nsteps = "x"\n[[fault]]\nkind = "worker_kill"\nsteps = 3', "p.toml, line 3"),
+        ('fault = [{kind = "worker_kil"}]', "p.toml, fault 1"),
+    ],
+)
+def test_a_wrong_plan_is_told_by_line(text: str, place: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        plans.parse(text, where="p.toml")
+    assert caught.value.where == place
+
+
 def test_a_plans_script_is_looked_for_beside_the_plan(tmp_path: Path) -> None:
     text = '[job]\nscript = "mine.py"\n[[fault]]\nkind = "worker_kill"\n'
     (tmp_path / "p.toml").write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import random
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -154,8 +155,10 @@ def parse(text: str, *, where: str) -> Plan:
     """
     try:
         plan = msgspec.convert(tomllib.loads(text), Plan)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(str(error), where=where, hint="docs/chaos.md shows a plan") from error
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(str(error), where=_place(text, where, str(error)), hint="docs/chaos.md shows a plan") from error
     if plan.version != VERSION:
         raise ConfigurationError(f"version {plan.version} is not known", where=where, hint=f"this Regrow reads version {VERSION}")
     if plan.cluster.nodes < 1 or plan.cluster.slots < 1:
@@ -163,8 +166,30 @@ def parse(text: str, *, where: str) -> Plan:
     if not plan.fault:
         raise ConfigurationError("has no faults", where=where, hint="add a [[fault]]")
     for number, fault in enumerate(plan.fault, 1):
-        _check(fault, f"{where}, fault {number}", plan)
+        _check(fault, _place(text, where, f"fault[{number - 1}]"), plan)
     return plan
+
+
+def _place(text: str, where: str, words: str) -> str:
+    """Where in the plan it is that `words` speak of ("fault[0]", "$.job.steps", a key in backquotes): line and number of the fault."""
+    found = re.search(r"fault\[(\d+)\]", words)
+    table = re.search(r"\$\.(cluster|job)", words)
+    headers = [number for number, line in enumerate(text.splitlines(), 1) if line.replace(" ", "").startswith("[[fault]]")]
+    begin, name = 0, ""
+    if found:
+        number = int(found[1])
+        begin, name = headers[number] if number < len(headers) else 0, f", fault {number + 1}"
+    elif table:
+        begin = next((number for number, line in enumerate(text.splitlines(), 1) if line.replace(" ", "").startswith(f"[{table[1]}]")), 0)
+    key = re.search(r"field `(\w+)`", words) or re.search(r"\$(?:\.\w+|\[\d+\])*\.(\w+)`?$", words)
+    inside = text.splitlines()[begin:] if key and (begin or not found) else ()
+    for number, line in enumerate(inside, begin + 1):
+        if line.lstrip().startswith("["):
+            break
+        if key and re.match(rf"\s*{key[1]}\s*=", line):
+            begin = number
+            break
+    return f"{where}, line {begin}{name}" if begin else f"{where}{name}"
 
 
 def _check(fault: Fault, where: str, plan: Plan) -> None:
