@@ -83,7 +83,7 @@ class Term:
         self._steps: dict[str, Steps] = {}
         self._spare: dict[str, str] = {}
         self._acknowledge: list[e.WorkersExited] = []
-        self._told: dict[str, tuple[str, float, int, bool]] = {}
+        self._told: dict[str, tuple[str, float, int, bool, str]] = {}
         self._closed = False
         self._learned = Learned(policy, lambda job, record: self.effects.write(keys.job(job, "learned"), msgspec.json.encode(record)))
         self.effects = Effects(store, keys, comparison=comparison, connections=self.connections, post=self.post, now=now, lost=self.end)

@@ -158,10 +158,14 @@ class EndJob(_Action, frozen=True, kw_only=True, tag="end_job"):
 
 
 class SaveLedger(_Action, frozen=True, kw_only=True, tag="save_ledger"):
-    """Write the ledger alone (a budget was restored)."""
+    """Write the ledger alone (a budget was restored, an incident's verdict was corrected)."""
 
     job: str
     ledger: LedgerRecord
+    incident: str = ""
+    """The one whose verdict is corrected: its charge is gone from the ledger, its cause is not known any more."""
+    corrected: str = ""
+    """What is known now."""
 
 
 class Observe(_Action, frozen=True, kw_only=True, tag="observe"):

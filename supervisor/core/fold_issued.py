@@ -116,9 +116,20 @@ def _of_job(job: JobView, action: _OfJob, at: float) -> JobView:
         case a.SetCheckpoint():
             return _checkpoint(job, action)
         case a.SaveLedger():
-            return _change(job, ledger=action.ledger)
+            return _corrected(_change(job, ledger=action.ledger), action)
         case _:
             assert_never(action)
+
+
+def _corrected(job: JobView, action: a.SaveLedger) -> JobView:
+    """The incident that an order to write the ledger corrects, if it does."""
+    if not action.incident:
+        return job
+    items = tuple(
+        _change(item, cause="unknown", text=f"{item.text}; {action.corrected}") if item.id == action.incident else item
+        for item in job.incidents
+    )
+    return _change(job, incidents=items, returned=None)
 
 
 def _record(job: JobView, action: a.RecordGeneration, at: float) -> JobView:

@@ -46,7 +46,7 @@ def liveness(
             }
             return _change(view, nodes=view.nodes | late | {node.name: _change(node, silent_since=event.last_heard_at)})
         case e.NodeHeard():
-            return put(view, _change(node, silent_since=None))
+            return _answers_again(put(view, _change(node, silent_since=None)), node, event.at)
         case e.LeaseExpired():
             return put(view, _change(node, lease_expired=True))
         case e.SpareStoreChanged():
@@ -90,7 +90,25 @@ def _joined(view: View, event: e.NodeJoined) -> View:
             name: _change(job, effort=goodput.reserve(job.effort, event.at, goodput.reserved_with(job.effort, view, job.spec, node)))
             for name, job in jobs.items()
         }
-    return _change(view, jobs=jobs)
+    view = _change(view, jobs=jobs)
+    return _answers_again(view, before, event.at) if before is not None and same_process else view
+
+
+_CORRECTED_WITHIN_SECONDS = 3600.0
+
+
+def _answers_again(view: View, before: NodeView, at: float) -> View:
+    """An agent that was silent is heard, and is the process that it was: its node was called lost, and was not."""
+    for name, job in view.jobs.items():
+        last = job.incidents[-1] if job.incidents else None
+        if last is None or (last.kind, last.node, last.cause) != ("node_lost", before.name, "infrastructure"):
+            continue
+        gap = at - last.symptom_at
+        if gap > _CORRECTED_WITHIN_SECONDS:
+            continue
+        text = f"the agent of {before.name} answers again after {gap:.1f} s, the same process: it stood still or was cut off, the node was not lost"
+        view = _change(view, jobs=view.jobs | {name: _change(job, returned=(last.id, text))})
+    return view
 
 
 def _seen_by(job: JobView, hello: wire.Hello, at: float) -> JobView:

@@ -177,6 +177,18 @@ def add(ledger: LedgerRecord, charge: Charge) -> LedgerRecord:
     return msgspec.structs.replace(ledger, charges=kept, forgotten=forgotten, frontier=max(ledger.frontier, charge.step))
 
 
+REFUNDED = "refunded"
+"""Among what is forgotten: restarts that happened and are held against nobody."""
+
+
+def refund(ledger: LedgerRecord, incident: str) -> LedgerRecord:
+    """The ledger without the charge of an incident; that there was a restart is kept in the number of all."""
+    left = tuple(charge for charge in ledger.charges if charge.incident != incident)
+    taken = len(ledger.charges) - len(left)
+    forgotten = ledger.forgotten | {REFUNDED: ledger.forgotten.get(REFUNDED, 0) + taken} if taken else ledger.forgotten
+    return msgspec.structs.replace(ledger, charges=left, forgotten=forgotten)
+
+
 def num_charges(ledger: LedgerRecord, cause: str | None = None) -> int:
     """How many restarts were ever charged, to one cause or to any."""
     if cause is None:

@@ -46,6 +46,12 @@ def plan(
     if generation.first_step_at is None:
         return
     _tell_rate(job, generation, now, draft)
+    if job.returned is not None:
+        incident, text = job.returned
+        book = ledger.refund(job.ledger, incident)
+        action = a.SaveLedger(job=job.spec.job, ledger=book, incident=incident, corrected=text)
+        draft.act(action, because=f"incident {incident}: {text}; its charge is taken back")
+        return
     if not _restore_budget(job, policy, now, draft):
         _account(job, policy, now, draft)
     off = observe.held(view, policy, "growth")

@@ -271,9 +271,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     closed: bool = False
 
     @property
-    def mark(self) -> tuple[str, float, int, bool]:
+    def mark(self) -> tuple[str, float, int, bool, str]:
         """What has changed when a job's incidents have to be written again."""
-        return self.id, self.symptom_at, self.generation_after, self.closed
+        return self.id, self.symptom_at, self.generation_after, self.closed, self.cause
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,6 +322,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """How often each tier is saved to, as rank 0 said at its last save."""
     ledger: LedgerRecord = LedgerRecord()
     incidents: tuple[Incident, ...] = ()
+    returned: tuple[str, str] | None = None
+    """(incident, what is known now): who was called lost answers again, and is the same process as before."""
     boundary: Boundary | None = None
     boundary_failed_at: float | None = None
     frontier: int = 0

@@ -292,7 +292,16 @@ def _saved(_story: Story, job: JobStory, entry: Entry) -> None:
         job.write_seconds = [*job.write_seconds[-999:], float(entry.data["write_seconds"])]
 
 
+def _corrected(_story: Story, job: JobStory, entry: Entry) -> None:
+    """A verdict that turned out wrong (`core.fold_issued` does the same)."""
+    for case in job.cases:
+        if case.incident.id == entry.data.get("incident"):
+            text = f"{case.incident.text}; {entry.data.get('corrected', '')}"
+            case.incident = _change(case.incident, cause="unknown", text=text)
+
+
 _HANDLERS = {
+    "save_ledger": _corrected,
     "record_generation": _recorded,
     "generation_recorded": _in_store,
     "member_phase": _phase,

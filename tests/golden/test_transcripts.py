@@ -36,7 +36,7 @@ def test_node_loss_and_growth() -> None:
     world.wait(0.5)
     world.steps(3, 5)
     text.note("node b is back; growth at a checkpoint after the cool-down")
-    world.join("b", highest_generation=1)
+    world.join("b", incarnation="b-2", highest_generation=1)
     for number in range(6, 6 + int(QUICK.growth_cooldown_seconds)):
         world.step(number)
     world.commit(world.job.frontier)

@@ -108,6 +108,29 @@ def test_what_was_taken_up_from_memory_is_not_lost(step: int, num_steps: int, ep
     assert incident.closed
 
 
+def test_a_corrected_verdict_is_what_the_report_says() -> None:
+    journal = Journal()
+    journal.form(1, "dp=4", None)
+    journal.steps(1, 1, 40, 1.0)
+    seed = {
+        "id": "g1",
+        "kind": "node_lost",
+        "cause": "infrastructure",
+        "node": "b",
+        "symptom_at": 40.0,
+        "detected_at": 44.0,
+        "text": "b is gone",
+    }
+    journal.write("record_generation", generation=2, mesh="dp=3", num_nodes=1, restore={"step": 30}, incident=seed)
+    journal.steps(2, 31, 45, 1.0)
+    journal.write("save_ledger", incident="", corrected="")
+    before = Story().read(journal.entries).jobs["gpt"].cases[0].incident
+    journal.write("save_ledger", incident="g1", corrected="b answers again")
+    after = Story().read(journal.entries).jobs["gpt"].cases[0].incident
+    assert (before.cause, before.text) == ("infrastructure", "b is gone")
+    assert (after.cause, after.text) == ("unknown", "b is gone; b answers again")
+
+
 def test_a_generation_that_another_leader_formed_has_an_unknown_mesh_and_is_left_out() -> None:
     """The journal of the leader that took over begins in the middle of it."""
     journal = two_generations()
