@@ -1,7 +1,7 @@
 """The simulator against runs that happened: the same world and faults, and the medians of the recovery phases side by side.
 
 Delays are measured in some runs and tried on others. What is *not* measured is what the simulator is to predict: detection and
-decision by the production rules, which mesh follows, how many steps are computed again.
+decision by the production rules, and which mesh follows. How many steps an incident lost is given to it, as the fault is.
 """
 
 from __future__ import annotations
