@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from regrow.errors import ConfigurationError
-from regrow.supervisor.detector import Silence, look_seconds
+from regrow.supervisor.detector import Silence, look_seconds, next_look
 from regrow.supervisor.sim.leader_costs import Costs
 
 BEAT_SECONDS = 0.5
@@ -163,7 +163,7 @@ class _Queue:
         heap.append((load.step_seconds, order + 2, "step", -1, costs.step_turn * load.nodes / 1000.0))
         heapq.heapify(heap)
         order += 3
-        periods = {"beat": BEAT_SECONDS, "look": LOOK_SECONDS, "step": load.step_seconds}
+        periods = {"beat": BEAT_SECONDS, "look": LOOK_SECONDS, "step": load.step_seconds}  # of looks: at most
         while heap and heap[0][0] < _SIMULATED_SECONDS:
             job = heap[0]
             yield job
@@ -171,7 +171,8 @@ class _Queue:
             if kind not in periods or (kind == "step" and at >= _LOST_AT):
                 heapq.heappop(heap)
                 continue
-            heapq.heapreplace(heap, (at + periods[kind], number, kind, sender, seconds))
+            after = next_look(at, LOOK_SECONDS, (self.silence.due_at,)) if kind == "look" else at + periods[kind]
+            heapq.heapreplace(heap, (after, number, kind, sender, seconds))
             if kind == "step":
                 for one in range(load.senders):
                     order += 1

@@ -35,7 +35,7 @@ def test_an_idle_leader_sees_silence_when_it_is_due() -> None:
         < SILENCE_SECONDS + LOOK_SECONDS + 0.01
     )
     assert answer.num_false == 0
-    by_hand = 80 * (2 * COSTS.beat + COSTS.report / 2) + 80 / 1000 * (COSTS.step_turn / 2 + 10 * COSTS.look)
+    by_hand = 80 * (2 * COSTS.beat + COSTS.report / 2) + 80 / 1000 * (COSTS.step_turn / 2 + COSTS.look / LOOK_SECONDS)
     assert answer.cores == pytest.approx(by_hand)
 
 
