@@ -132,6 +132,7 @@ def worker_environment(
         "LOCAL_RANK": str(worker.local_rank),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_WORLD_SIZE": local_world,
+        "REGROW_FIRST_RANK": str(min(one.rank for one in order.workers)),
         "GROUP_RANK": str(order.group_rank),
         "GROUP_WORLD_SIZE": str(len(spec.nodes)),
         "ROLE_RANK": str(rank),

@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     options = parser.parse_args()
+    if "avx512f" not in Path("/proc/cpuinfo").read_text(encoding="ascii"):
+        parser.error("this processor has no AVX-512, and the passes that only read and only store are written with it")
     num_bytes = options.megabytes << 20
     copier = streaming.copier()
     if copier is None:

@@ -120,9 +120,9 @@ class ArenaPool:
             self._free.clear()
         with self._budget.taking(num_bytes, lambda: self.total_bytes):
             arena = Arena(num_bytes)
-        with self._lock:
-            self.num_arenas += 1
-            self.total_bytes += arena.num_bytes
+            with self._lock:  # before others look at what is left
+                self.num_arenas += 1
+                self.total_bytes += arena.num_bytes
         return arena
 
     def reuse(self, num_bytes: int, prefer: Callable[[Arena], bool] | None = None) -> Arena | None:

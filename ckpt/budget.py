@@ -17,7 +17,8 @@ from regrow.errors import ConfigurationError
 LIMIT_VARIABLE = "REGROW_CHECKPOINT_MEMORY_BYTES"
 """Most that arenas and copies of other nodes' files may take on this node together; without it what is to spare."""
 _SPARE_FRACTION = 0.05
-"""Of the node's memory is left alone."""
+_MOST_SPARE_BYTES = 4 << 30
+"""So much of the node's memory is left alone, and at most this."""
 
 
 class NoMemoryError(OSError):
@@ -84,7 +85,7 @@ def spare_memory(root: Path = Path("/")) -> int:
     for limit, current in _group_limits(root):
         total = min(total, limit)
         available = min(available, limit - current)
-    return max(0, available - int(total * _SPARE_FRACTION))
+    return max(0, available - min(_MOST_SPARE_BYTES, int(total * _SPARE_FRACTION)))
 
 
 def _group_limits(root: Path) -> list[tuple[int, int]]:

@@ -111,9 +111,12 @@ def pull(
                         raise SlowPeerError(f"{rate / 1e6:.0f} MB/s, storage has {floor_bytes_per_second / 1e6:.0f}")
             image.cells.update(wanted.cells)
             done.add(wanted.name)
+    except SlowPeerError:
+        measured(received, time.monotonic() - started)
+        raise
     finally:
         peer.close()
-        measured(received, time.monotonic() - started)
+    measured(received, time.monotonic() - started)  # not of one that broke: its last silence says nothing of the next
     return done
 
 

@@ -24,7 +24,7 @@ from regrow.ckpt.copy_server import CopyServer
 from regrow.ckpt.manifest import Note, RankManifest
 from regrow.ckpt.peer_wire import PeerSocket, Push
 from regrow.ckpt.protocol import CopyTo, Gather, Locate, Located, ProducerHello, Submit, Wanted
-from regrow.ckpt.rates import Rates, order
+from regrow.ckpt.rates import STORAGE, Rates, order
 from regrow.errors import ConfigurationError
 from regrow.ids import Token
 
@@ -215,14 +215,19 @@ class Peers:
         shared.users += 1
         async with shared.lock:
             left = {one.name: one for one in message.files}
-            known = self.rates.known()
+            known = {place: rate for place, rate in self.rates.known().items() if message.stored or place != STORAGE}
+            for one in message.files:
+                image = shared.images.get(one.name)
+                if image is not None and image.cells.issuperset(one.cells):
+                    del left[one.name]  # another rank of this node has fetched it
+            floor = storage_bytes_per_second if message.stored else 0.0
             holders = {one.name: order([node for node in one.holders if node not in own], known) for one in message.files}
             for turn in range(max(map(len, holders.values()), default=0)):
                 by_holder: dict[str, list[Wanted]] = {}
                 for one in left.values():
                     if turn < len(holders[one.name]):
                         by_holder.setdefault(holders[one.name][turn], []).append(one)
-                work = [self._fetch(node, message.directory, shared, files, storage_bytes_per_second) for node, files in by_holder.items()]
+                work = [self._fetch(node, message.directory, shared, files, floor) for node, files in by_holder.items()]
                 for names in await asyncio.gather(*work):
                     for name in names:
                         del left[name]

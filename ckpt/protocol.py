@@ -105,6 +105,8 @@ class Gather(_Message, frozen=True, kw_only=True, tag="gather"):
     directory: str
     """Absolute."""
     files: tuple[Wanted, ...]
+    stored: bool = True
+    """They are on storage, too: a node that is slower need not be asked."""
 
 
 class Recall(_Message, frozen=True, kw_only=True, tag="recall"):

@@ -39,7 +39,7 @@ def order(holders: Sequence[str], known: Mapping[str, float]) -> tuple[str, ...]
 
     Args:
         holders: Nodes that may have the file in memory: its own, then its buddy.
-        known: Bytes per second by node, and of storage under `STORAGE`, as far as they were measured.
+        known: Bytes per second by node, and of storage under `STORAGE`, as far as they were measured; without it for what is on no storage.
     """
     storage = known.get(STORAGE, 0.0)
     asked = [node for node in holders if known.get(node, math.inf) >= storage]

@@ -139,7 +139,7 @@ def load(
     shared = [item for item in (*items.values(), *copies) if _is_shared(item.box.name)]
     memory = opened.memory or sink.borrow(opened.directory)
     wanted = elsewhere(opened, shared, memory)
-    peers = sink.gather(opened.directory, wanted) if wanted else {}
+    peers = sink.gather(opened.directory, wanted, stored=opened.record.sequence >= 0) if wanted else {}
 
     held = peers | memory
     is_here = all(rank.file in held for manifest in opened.manifests for rank in manifest.ranks)

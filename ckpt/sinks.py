@@ -87,7 +87,7 @@ class Sink(Protocol):
         """Descriptors of files of a checkpoint that are in memory here, by name; the caller closes them. Never raises."""
         ...
 
-    def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:
+    def gather(self, directory: Path, files: Sequence[Wanted], *, stored: bool = True) -> dict[str, int]:
         """As `borrow`, of parts of files that other nodes have in memory. What nobody gave is left out."""
         ...
 
@@ -205,11 +205,11 @@ class WriterSink:
         """Files of a checkpoint that this node's writer still has in arenas."""
         return self._ask(Borrow(directory=str(directory.absolute())), BORROW_SECONDS)
 
-    def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:
-        """Parts of files that this node's writer got from those of other nodes."""
+    def gather(self, directory: Path, files: Sequence[Wanted], *, stored: bool = True) -> dict[str, int]:
+        """Parts of files that this node's writer got from those of other nodes; `stored`: storage has them as well."""
         wanted = sum(len(one.cells) for one in files) * CELL_BYTES
         limit = GATHER_SECONDS + wanted / GATHER_BYTES_PER_SECOND
-        return self._ask(Gather(directory=str(directory.absolute()), files=tuple(files)), limit)
+        return self._ask(Gather(directory=str(directory.absolute()), files=tuple(files), stored=stored), limit)
 
     def recall(self) -> list[Remembered]:
         """What this node's writer has that was not written."""
@@ -323,7 +323,7 @@ class DirectSink:
         """Nothing outlives this process."""
         return {}
 
-    def gather(self, directory: Path, files: Sequence[Wanted]) -> dict[str, int]:  # noqa: ARG002
+    def gather(self, directory: Path, files: Sequence[Wanted], *, stored: bool = True) -> dict[str, int]:  # noqa: ARG002
         """There are no other nodes."""
         return {}
 

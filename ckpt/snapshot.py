@@ -54,14 +54,30 @@ class Share:
     def copy(self, arena: int, threads: int = 1) -> None:
         """Into the arena, plain memory by so many threads; device tensors on the current stream, without waiting."""
         numbers = itertools.count()
-        helpers = [threading.Thread(target=self._copy_cuts, args=(arena, numbers)) for _ in range(min(threads, len(self._cuts)) - 1)]
-        for helper in helpers:
-            helper.start()
-        self._copy_cuts(arena, numbers)
-        for helper in helpers:
-            helper.join()
+        started: list[threading.Thread] = []
+        problems: list[BaseException] = []
+        try:
+            for _ in range(min(threads, len(self._cuts)) - 1):
+                one = threading.Thread(target=self._copy_beside, args=(arena, numbers, problems))
+                one.start()
+                started.append(one)
+        except RuntimeError:  # no more threads may be started here: with fewer, then
+            pass
+        try:
+            self._copy_cuts(arena, numbers)
+        finally:
+            for one in started:
+                one.join()
+        if problems:
+            raise problems[0]
         for slot in self.slots:
             slot.places[arena].copy_(slot.source, non_blocking=slot.source.is_cuda)
+
+    def _copy_beside(self, arena: int, numbers: Iterator[int], problems: list[BaseException]) -> None:
+        try:
+            self._copy_cuts(arena, numbers)
+        except BaseException as error:  # noqa: BLE001  # whoever joins raises it
+            problems.append(error)
 
     def _copy_cuts(self, arena: int, numbers: Iterator[int]) -> None:
         for number in numbers:

@@ -49,6 +49,7 @@ class KernelLog:
         self._path = path
         self._fd: int | None = None
         self._device = False
+        self._ended = False
         self._inode = 0
         self._rest = b""
         self._first = True
@@ -63,8 +64,9 @@ class KernelLog:
 
     @property
     def device(self) -> int | None:
-        """The descriptor of a device that says when there is more to read; None for a file, and before the first `poll`."""
-        return self._fd if self._device else None
+        """The descriptor of a device that says when there is more to read; None for a file, before the first `poll`, and for a device that
+        has an end or cannot be read: it would say so without a pause."""
+        return self._fd if self._device and not self._ended and not self.problem else None
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -106,7 +108,11 @@ class KernelLog:
         lines: list[str] = []
         while len(lines) < _MAX_BATCH:
             try:
-                lines.append(os.read(self._fd, _MAX_RECORD).decode(errors="replace"))
+                record = os.read(self._fd, _MAX_RECORD)
+                self._ended = not record
+                if not record:
+                    break
+                lines.append(record.decode(errors="replace"))
             except BlockingIOError:
                 break
             except BrokenPipeError:  # records were overwritten before we read them: go on with the oldest that is left

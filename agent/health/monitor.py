@@ -316,12 +316,15 @@ class HealthMonitor:
 
     async def _sleep(self) -> None:
         loop, log_device = asyncio.get_running_loop(), self._kernel.device if self._kernel is not None else None
-        tick = _LONG_TICK_SECONDS if self._kernel is None or log_device is not None else _TICK_SECONDS
         self._stir.clear()
         if self._wake.is_set():
             return
         if log_device is not None:
-            loop.add_reader(log_device, self._stir.set)
+            try:
+                loop.add_reader(log_device, self._stir.set)
+            except OSError:  # no device that can be waited for
+                log_device = None
+        tick = _LONG_TICK_SECONDS if self._kernel is None or log_device is not None else _TICK_SECONDS
         try:
             # not wait_for: before Python 3.12 it can swallow a cancellation that comes together with the event
             with contextlib.suppress(TimeoutError):

@@ -210,7 +210,8 @@ def check_folder(environment: WorkerEnvironment) -> None:
     try:
         catalog.check_writable(environment.checkpoint)
     except ConfigurationError as error:
-        if environment.spec.restore is None:
+        spec = environment.spec
+        if restore_point(environment) is None and not (spec.in_place or spec.gasp):
             raise
         _log.warning("training goes on, saves will fail: %s", error)
 
@@ -230,7 +231,7 @@ def bind(
             )
         return _with_live(BoundState(run, loop, link, None), live)
     check_folder(environment)
-    first = environment.rank - environment.local_rank
+    first = environment.first_rank
     place = Place(
         spec=environment.spec,
         rank=environment.rank,

@@ -38,6 +38,8 @@ class WorkerEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     world_size: int
     local_world_size: int
+    first_rank: int
+    """The lowest rank of this node; ranks of a node follow each other, in whatever order its slots have them."""
     spec: GenerationSpec
     job_spec: JobSpec
     supervised: bool = False
@@ -83,6 +85,7 @@ def read(environ: Mapping[str, str] | None = None, defaults: Defaults | None = N
         local_rank=_number(source, "LOCAL_RANK", rank),
         world_size=world,
         local_world_size=_number(source, "LOCAL_WORLD_SIZE", world),
+        first_rank=_number(source, "REGROW_FIRST_RANK", rank - _number(source, "LOCAL_RANK", rank)),
         spec=spec,
         job_spec=job_spec,
         supervised="REGROW_SOCKET" in source,

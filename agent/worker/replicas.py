@@ -16,6 +16,7 @@ from regrow.agent.worker.environment import WorkerEnvironment
 from regrow.ckpt.exchange import Exchange
 from regrow.ckpt.layout import Box
 from regrow.ckpt.plan import encode_boxes
+from regrow.errors import RegrowError
 
 _log = logging.getLogger("regrow.worker")
 
@@ -66,7 +67,12 @@ class Replicas:
         self._boundaries += 1
         if self._boundaries != BOUNDARY:
             return
-        mine = Held(node=self._environment.node, shard=xxhash.xxh3_128_hexdigest(encode_boxes(boxes())))
+        try:
+            shard = xxhash.xxh3_128_hexdigest(encode_boxes(boxes()))
+        except RegrowError as error:  # a layout that cannot be told is nobody's replica, and no reason to end
+            _log.warning("not known which parts of this rank's state have a replica: %s", error)
+            shard = f"rank {self._environment.rank}"
+        mine = Held(node=self._environment.node, shard=shard)
         found = soles([msgspec.json.decode(data, type=Held) for data in self._exchange(msgspec.json.encode(mine))])
         self._tell(found)
         if self._environment.rank == 0 and (found.ranks or found.nodes):

@@ -7,6 +7,7 @@ and the other does not. A step that gives something else each time accuses nobod
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,6 +24,10 @@ MOST_TRIES = 4
 """So often the same step is asked; then what is known is that it cannot be told."""
 _GROUPS_KEPT = 64
 """Positions whose digests are kept: those that differ, and others, for a step that gives something else each time."""
+_RANKS_KEPT = 384
+"""Of all these positions together: they lie in a record of the store, with the ledger."""
+_MOST_EXCHANGES = 256
+"""Pairs of nodes that are looked at: a leader has other things to do."""
 Members = dict[str, tuple[wire.WorkerAssignment, ...]]
 
 
@@ -97,7 +102,11 @@ def _kept(mesh: MeshShape, digests: dict[int, str]) -> dict[int, str]:
     """The digests of the positions that differ, and of some that do not."""
     found = sdc.groups(mesh, digests)
     found.sort(key=lambda ranks: len({digests.get(rank) for rank in ranks}) < 2)
-    return {rank: digests[rank] for ranks in found[:_GROUPS_KEPT] for rank in ranks if rank in digests}
+    kept: dict[int, str] = {}
+    for ranks in found[:_GROUPS_KEPT]:
+        if len(kept) + len(ranks) <= _RANKS_KEPT:
+            kept |= {rank: digests[rank] for rank in ranks if rank in digests}
+    return kept
 
 
 def swap_out(view: View, job: JobView, generation: GenerationView, taken: frozenset[str], without: frozenset[str]) -> str:
@@ -131,12 +140,17 @@ def arrange(job: JobView, mesh: MeshShape, members: Members) -> Members:
     if _fresh(asked, turned):
         return turned
     names = list(members)
-    for first, one in enumerate(names):
-        for second in range(first + 1, len(names)):
-            if len(members[one]) == len(members[names[second]]):
-                exchanged = _exchange(members, first, second)
-                if _fresh(asked, exchanged):
-                    return exchanged
+    asked_nodes = {place.node for places in _differing(asked) for place in places}
+    pairs = (
+        (first, second)
+        for first, one in enumerate(names)
+        for second in range(first + 1, len(names))
+        if len(members[one]) == len(members[names[second]]) and not asked_nodes.isdisjoint({one, names[second]})
+    )
+    for first, second in itertools.islice(pairs, _MOST_EXCHANGES):
+        exchanged = _exchange(members, first, second)
+        if _fresh(asked, exchanged):
+            return exchanged
     return members
 
 

@@ -67,5 +67,19 @@ async def test_a_restore_asks_in_this_order(known, asked, tmp_path):
         message = Gather(directory=str(tmp_path), files=(wanted,))
         assert await peers.gather(message, storage_bytes_per_second=0.0) == []
         assert found == asked
+        found.clear()
+        nowhere_else = Gather(directory=str(tmp_path), files=(wanted,), stored=False)
+        assert await peers.gather(nowhere_else, storage_bytes_per_second=9e9) == []
+        assert sorted(found) == ["n0", "n1"], "what is on no storage is asked for wherever it may be"
+        peers._gathered[message.directory].users -= 1
+        found.clear()
+        shared = peers._gathered[message.directory]
+        shared.images[wanted.name].cells.update(wanted.cells)  # another rank of this node has fetched it
+        for node in wanted.holders:
+            peers.rates.note(node, 1 << 30, 100.0)
+        peers.rates.note("", 1 << 30, 0.1)
+        assert [name for name, _ in await peers.gather(message, storage_bytes_per_second=0.0)] == [wanted.name]
+        assert found == []
+        peers._gathered[message.directory].users -= 1
         peers._gathered[message.directory].users -= 1
         peers._free(message.directory)

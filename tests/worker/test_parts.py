@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from regrow import wire
+from regrow.agent import layout
+from regrow.agent.layout import NodePaths
 from regrow.agent.worker import environment
 from regrow.agent.worker.cadence import Cadence
 from regrow.agent.worker.chaos import Faults, flip_bit
@@ -265,6 +267,26 @@ def test_environment_of_torchrun() -> None:
     assert found.spec.micro_batches == (5, 5)
     assert found.master_address == "h:1"
     assert environment.read(source, Defaults(global_batch=10)).spec.micro_batches == (3, 3, 2, 2)
+
+
+def test_the_ranks_of_a_node_whose_slots_have_them_in_another_order() -> None:
+    """Two devices that change places, to see which of them is wrong (`supervisor.core.third`)."""
+    order = wire.StartGeneration(
+        epoch=1,
+        seq=1,
+        spec=wire.GenerationSpec(job="j", epoch=1, generation=2, mesh=MeshShape(dp=4), world_size=4, nodes=("a", "b")),
+        job_spec=wire.JobSpec(job="j", argv=("x.py",), nproc_per_node=2),
+        workers=(wire.WorkerAssignment(rank=2, local_rank=1), wire.WorkerAssignment(rank=3, local_rank=0)),
+        group_rank=1,
+        master_address="127.0.0.1:1",
+    )
+    paths = NodePaths(Path("/nowhere"))
+    made = [layout.worker_environment(paths, order, worker, "b", {}) for worker in order.workers]
+    files = {"REGROW_SPEC": "", "REGROW_JOB_SPEC": "", "REGROW_SOCKET": ""}
+    found = [environment.read({name: text for name, text in (one | files).items() if text}, Defaults()) for one in made]
+    assert [(one.rank, one.local_rank, one.first_rank) for one in found] == [(2, 1, 2), (3, 0, 2)]
+    torchruns = environment.read({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Defaults(global_batch=4))
+    assert torchruns.first_rank == 2
 
 
 @pytest.mark.parametrize(

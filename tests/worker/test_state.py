@@ -13,11 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.worker.conftest import FakeAgent, World, wait_for
 
 from regrow import wire
+from regrow.agent.worker import environment
 from regrow.agent.worker.binding import BoundState, check_folder
+from regrow.agent.worker.environment import Defaults
 from regrow.ckpt import catalog
 from regrow.ckpt.commit import Collector, write_record
 from regrow.ckpt.protocol import Acknowledged, ControllerHello, ToController
@@ -196,12 +199,13 @@ def test_a_peer_that_dies_while_all_restore_says_nothing_of_the_checkpoint(error
 
 def test_a_full_disk_stops_a_job_that_begins_and_not_one_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that starts again while the folder cannot be written trains on; its saves fail and are counted."""
-    fresh: Any = SimpleNamespace(checkpoint="/proc/regrow", spec=SimpleNamespace(restore=None))
+    begins = environment.read({"REGROW_CHECKPOINT": "/proc/regrow"}, Defaults())
     with pytest.raises(ConfigurationError, match="cannot be written"):
-        check_folder(fresh)
-    again: Any = SimpleNamespace(checkpoint="/proc/regrow", spec=SimpleNamespace(restore=wire.RestorePoint(directory="step", step=2)))
-    check_folder(again)
-    assert "training goes on, saves will fail: /proc/regrow: the checkpoint folder cannot be written" in caplog.text
+        check_folder(begins)
+    for given in ({"restore": wire.RestorePoint(directory="step", step=2)}, {"in_place": True}, {"gasp": 3}):  # memory may have the state
+        caplog.clear()
+        check_folder(msgspec.structs.replace(begins, supervised=True, spec=msgspec.structs.replace(begins.spec, **given)))
+        assert "training goes on, saves will fail: /proc/regrow: the checkpoint folder cannot be written" in caplog.text, given
 
 
 def test_writer_that_dies_costs_a_save_not_a_step(world: World, writer: Writer, agent: FakeAgent) -> None:

@@ -80,16 +80,21 @@ class SupervisorClient:
             await asyncio.sleep(0.05)
 
     async def events(self, after: int = 0, **params: Any) -> AsyncIterator[dict[str, Any]]:
-        """The supervisor's events as they happen, from the one after `after`; resumes over reconnections for ever.
+        """The supervisor's events as they happen, from the one after `after`; resumes over reconnections for ever. Another supervisor has a
+        journal of its own, and is heard from its beginning.
 
         Args:
             params: as of GET /v1/events (job, limit, without).
         """
+        heard = None
         while True:
             base = self._find()
             if base is None:
                 await asyncio.sleep(0.05)
                 continue
+            if heard not in (None, base):
+                after = 0
+            heard = base
             try:
                 async with self._client.stream("GET", f"{base}/v1/events", params={"follow": 1, "after": after} | params) as response:
                     if response.is_error:
