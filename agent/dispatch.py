@@ -194,25 +194,36 @@ class Dispatcher:
         held in one joins the new generation in the next milliseconds. Killed there, it would take its peers' connections with it. So all
         are stopped first; what they had said by then is read, and who moved goes on.
         """
-        stopped: list[int] = []
-        for rank in sorted(replace.ranks):
+        stopped: dict[int, int] = {}
+        for rank in sorted(replace.ranks & self._live(replace)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(replace.pids[rank], signal.SIGSTOP)
-                stopped.append(replace.pids[rank])
-        for _ in range(_STOP_LOOKS):
-            if not any(process_state(pid) in ("R", "S") for pid in stopped):
-                break
-            await asyncio.sleep(0.001)
-        for _ in range(_READ_TURNS):
-            await asyncio.sleep(0)
-        local = self._agent.state.current
-        if local is None or (local.job, local.generation) != (replace.order.spec.job, replace.order.spec.generation):
-            return {}
-        came = replace.ranks & (local.attached | (local.changing - replace.changing))
-        for rank in came:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(replace.pids[rank], signal.SIGCONT)
+                stopped[rank] = replace.pids[rank]
+        came: frozenset[int] = frozenset()
+        killed: frozenset[int] = frozenset()
+        try:
+            for _ in range(_STOP_LOOKS):
+                if not any(process_state(pid) in ("R", "S") for pid in stopped.values()):
+                    break
+                await asyncio.sleep(0.001)
+            for _ in range(_READ_TURNS):
+                await asyncio.sleep(0)
+            local = self._agent.state.current
+            if local is not None and self._live(replace):
+                came = replace.ranks & (local.attached | (local.changing - replace.changing))
+                killed = replace.ranks - came
+        finally:
+            for rank in stopped.keys() - killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stopped[rank], signal.SIGCONT)
         return {rank: replace.kept[rank] for rank in came}
+
+    def _live(self, replace: m.Replace) -> frozenset[int]:
+        """Ranks of the generation that may run; none when another one is current by now: the pids may be anybody's."""
+        local, spec = self._agent.state.current, replace.order.spec
+        if local is None or (local.job, local.generation) != (spec.job, spec.generation):
+            return frozenset()
+        return local.live
 
     async def _explain(self, replace: m.Replace, rank: int) -> None:
         """Keep the stacks of a rank that is about to be killed, and say where it is."""

@@ -95,8 +95,11 @@ class Recent:
         return operations
 
     def of_checkpoint(self, mark: str, remove: Callable[[str], None]) -> None:
-        """An agent wrote one. `remove` gets the keys that are too many by now."""
-        self._of_checkpoints.append(self._keys.event(mark))
+        """An agent wrote one. `remove` gets the keys that are too many by now. A record that is written again has the same mark."""
+        key = self._keys.event(mark)
+        if key in self._of_checkpoints:
+            return
+        self._of_checkpoints.append(key)
         while len(self._of_checkpoints) > KEPT_CHECKPOINTS:
             remove(self._of_checkpoints.popleft())
 

@@ -95,19 +95,32 @@ def _joined(view: View, event: e.NodeJoined) -> View:
 
 
 _CORRECTED_WITHIN_SECONDS = 3600.0
+_BURST_SECONDS = 30.0
+"""Who fell silent no longer before the symptom, or after it, and is not heard yet may have been lost with the node that is named."""
+
+
+def _unheard_since(node: NodeView) -> float:
+    """Minus infinity: it is heard."""
+    since = node.silent_since if node.connected else node.disconnected_at
+    return since if since is not None and not node.released else float("-inf")
 
 
 def _answers_again(view: View, before: NodeView, at: float) -> View:
-    """An agent that was silent is heard, and is the process that it was: its node was called lost, and was not."""
-    for name, job in view.jobs.items():
+    """An agent that was silent is heard, and is the process that it was: its node was called lost, and was not.
+
+    A process that joined after the loss proves nothing, nor does one node of several that fell silent together.
+    """
+    for job_name, job in view.jobs.items():
         last = job.incidents[-1] if job.incidents else None
         if last is None or (last.kind, last.node, last.cause) != ("node_lost", before.name, "infrastructure"):
             continue
         gap = at - last.symptom_at
-        if gap > _CORRECTED_WITHIN_SECONDS:
+        if gap > _CORRECTED_WITHIN_SECONDS or before.joined_at > last.symptom_at:
+            continue
+        if any(name != before.name and _unheard_since(other) >= last.symptom_at - _BURST_SECONDS for name, other in view.nodes.items()):
             continue
         text = f"the agent of {before.name} answers again after {gap:.1f} s, the same process: it stood still or was cut off, the node was not lost"
-        view = _change(view, jobs=view.jobs | {name: _change(job, returned=(last.id, text))})
+        view = _change(view, jobs=view.jobs | {job_name: _change(job, returned=(last.id, text))})
     return view
 
 

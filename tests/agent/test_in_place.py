@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from tests.agent.harness import Harness, until
 from tests.agent.test_core import Node, ended, order, sent
 
 from regrow import wire
 from regrow.agent import machine as m
 from regrow.agent import protocol
-from regrow.agent.roster import start_time
+from regrow.agent.dispatch import Dispatcher
+from regrow.agent.roster import process_state, start_time
 
 
 def in_place(generation: int, **changes: Any) -> wire.StartGeneration:
@@ -210,3 +213,43 @@ async def test_the_shim_keeps_replaces_and_ends_them(tmp_path: Path) -> None:
         assert all(item.worker.torn_down and item.generation == 2 for item in found[1:])
     finally:
         await shim.leave()
+
+
+@pytest.mark.parametrize(
+    ("at_first", "meanwhile", "state"),
+    [
+        ("current", "current", "T"),
+        ("superseded", "superseded", "S"),
+        ("ended", "ended", "S"),
+        ("none", "none", "S"),
+        ("current", "superseded", "S"),
+        ("current", "none", "S"),
+    ],
+)
+async def test_only_a_live_rank_of_the_current_generation_is_left_stopped(at_first: str, meanwhile: str, state: str) -> None:
+    """Looking at stacks takes seconds: what was late by then may be over, and its pid somebody else's."""
+    node = Node().running(1)
+    assert node.state.current is not None
+    local = msgspec.structs.replace(node.state.current, order=in_place(2))
+    states = {
+        "current": local,
+        "superseded": msgspec.structs.replace(local, order=in_place(3)),
+        "ended": msgspec.structs.replace(local, exits={1: ended(1)}),
+        "none": None,
+    }
+    looks = iter([states[at_first]])
+
+    class Agent:
+        @property
+        def state(self) -> m.NodeState:
+            return msgspec.structs.replace(node.state, current=next(looks, states[meanwhile]))
+
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        await until(lambda: process_state(process.pid) == "S")
+        replace = m.Replace(local.order, frozenset({1}), before=1, kept={1: 1}, pids={1: process.pid})
+        assert await Dispatcher(Agent(), {})._moved(replace) == {}  # type: ignore[arg-type]
+        await until(lambda: process_state(process.pid) == state)
+    finally:
+        process.kill()
+        await process.wait()

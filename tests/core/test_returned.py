@@ -53,8 +53,33 @@ def test_another_process_proves_nothing() -> None:
     world.tell(e.NodeJoined(at=world.now, hello=hello("b", incarnation="b-2", highest_generation=1)))
     for number in (3, 4):
         world.step(number)
+    world.tell(e.NodeSilent(at=world.now, node="b", last_heard_at=world.now - 2))
+    world.tell(e.NodeHeard(at=world.now, node="b"))
+    for number in (5, 6):
+        world.step(number)
     assert world.job.incidents[-1].cause == "infrastructure"
     assert len(world.job.ledger.charges) == 1
+
+
+@pytest.mark.parametrize(("away", "cause"), [("silent", "infrastructure"), ("disconnected", "infrastructure"), ("spare", "unknown")])
+def test_one_of_several_that_were_lost_together_clears_nobody(away: str, cause: str) -> None:
+    world = running("a", "b", "c", "d", max_nodes=3)
+    assert "d" not in world.generation.members
+    if away == "spare":
+        world.lose("d")
+        world.wait(120)
+    world.tell(e.NodeSilent(at=world.now, node="b", last_heard_at=world.now - 2))
+    if away == "silent":
+        world.tell(e.NodeSilent(at=world.now, node="c", last_heard_at=world.now - 2))
+    if away == "disconnected":
+        world.lose("c")
+    world.wait(20)
+    incident = world.job.incidents[-1]
+    assert (incident.kind, incident.cause) == ("node_lost", "infrastructure")
+    world.tell(e.NodeHeard(at=world.now, node=incident.node))
+    for number in (3, 4):
+        world.step(number)
+    assert world.job.incidents[-1].cause == cause
 
 
 def test_a_verdict_is_corrected_within_the_hour() -> None:

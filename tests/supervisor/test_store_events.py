@@ -193,3 +193,16 @@ def test_entries_of_checkpoints_are_bounded_and_take_no_room_of_decisions() -> N
     for step in range(100, 200):
         mine.of_checkpoint(wire.checkpoint_mark("j", 1, step), removed.append)
     assert removed == [KEYS.event(wire.checkpoint_mark("j", 1, step)) for step in range(200 - recent.KEPT_CHECKPOINTS)]
+
+
+def test_a_checkpoint_whose_record_is_written_again_is_one_entry() -> None:
+    """Evidence is added to it, and a new leader's watch sees it once more."""
+    mine = recent.Recent(KEYS)
+    marks = [wire.checkpoint_mark("j", 1, step) for step in range(recent.KEPT_CHECKPOINTS)]
+    mine.begin(marks)
+    removed: list[str] = []
+    for mark in (*marks, *marks[-1:] * 5):
+        mine.of_checkpoint(mark, removed.append)
+    assert removed == []
+    mine.of_checkpoint(wire.checkpoint_mark("j", 1, 1000), removed.append)
+    assert removed == [KEYS.event(marks[0])]
