@@ -12,12 +12,13 @@ from regrow.supervisor.core import events as e
 from regrow.supervisor.core.hang import STOPPED
 
 _LAG_FACTOR = 4.0
+"""Looks that come later than this many periods mean that we stood still, not that everybody else fell silent."""
 _MOST_LAG_SECONDS = 0.4
+"""And so do those that come later than this."""
 _LOOKS_A_SILENCE = 8
 _MOST_LOOK_SECONDS = 0.25
 _LATE_SECONDS = 0.1
 """After the instant at which who is late with others is silent as well."""
-"""Looks that come later than this many periods mean that we stood still, not that everybody else fell silent."""
 _GRACE_SHARE = 0.15
 """After a pause of our own nobody is silent before this share of the limit has passed."""
 _IDLE_PHASES = ("", "start", "finished")

@@ -38,7 +38,8 @@ def events(
         document["events"] = [entry for entry in document["events"] if not brief or entry["kind"] not in _FREQUENT]
         emit(document, as_json=as_json, human=lambda: _print(document["events"]))
         if not document["events"]:
-            sys.stderr.write(f"no event{f' of a job {job!r}' if job else ''}{f' after {after}' if after else ''}\n")
+            left_out = " but frequent ones" if brief else ""
+            sys.stderr.write(f"no event{f' of a job {job!r}' if job else ''}{f' after {after}' if after else ''}{left_out}\n")
         return
     find = functools.partial(remote.find, supervisor, store, cluster)
     try:
