@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 import pytest
 from scene import form
 from stub_agent import eventually
@@ -104,8 +105,14 @@ async def test_what_would_change_nothing_says_so(cluster: Cluster) -> None:
     await form(cluster, "n0", "n1")
     await cluster.step(1)
     url = f"http://{cluster.leader.http_address}"
+    store, key = cluster.leader.store, cluster.leader.keys.job("train", "command")
+    assert store is not None
+    await store.put(key, b'{"command":"pause","by":"me"}')  # its answer was lost: the core was not told
     running = await call("job", "resume", "train", "--supervisor", url)
     assert (running.returncode, running.stdout) == (0, "train is running already\n")
+    written = await store.get(key)
+    assert written is not None
+    assert msgspec.json.decode(written.value)["command"] == "run", "else the next leader would pause a healthy job"
     nowhere = await call("job", "where", "train", "--rank", "9", "--supervisor", url)
     assert nowhere.returncode == 2
     assert "its ranks are 0 to 3" in nowhere.stderr
