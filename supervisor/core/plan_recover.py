@@ -107,9 +107,7 @@ def _recover(
         draft.say(f"{_place(main)}{main.text}; waits {ready + delay - now:.1f} s: the last attempt made no progress")
         return
     without, quarantines = _exclusions(view, generation, found, main, policy, now)
-    swapped = third.swap_out(view, job, generation, taken, without) if main.kind == "sdc" and main.rank < 0 else ""
-    without |= {swapped} if swapped else set()
-    verdict_text += f"; a spare does step {job.frontier} once in place of {swapped}" if swapped else ""
+    without, spare_text = _with_spare(view, job, generation, taken, without, main)
     others = f" (+{len(found) - 1} symptoms of the same incident)" if len(found) > 1 else ""
     cause = plan_form.Cause(
         seed=seed,
@@ -117,12 +115,23 @@ def _recover(
         without=without,
         damaged=_damaged(job, generation, main),
         verified_only=main.kind == "sdc",
-        note=f"{main.kind} {_place(main)}{main.text}{others}; {verdict_text}",
+        note=f"{main.kind} {_place(main)}{main.text}{others}; {verdict_text}{spare_text}",
     )
     decided = len(draft.actions)
     plan_form.form(view, job, policy, now, taken, draft, cause)
     if len(draft.actions) > decided:  # first who is not trusted, then who trains: a leader that dies in between forgets neither
         draft.actions[decided:decided] = quarantines
+
+
+def _with_spare(
+    view: View, job: JobView, generation: GenerationView, taken: frozenset[str], without: frozenset[str], main: Symptom
+) -> tuple[frozenset[str], str]:
+    """(who does not take part, what that is for): of two replicas that differ one is computed by a spare once."""
+    asked = job.ledger.undecided
+    swapped = third.swap_out(view, job, generation, taken, without) if main.kind == "sdc" and main.rank < 0 else ""
+    if not swapped or asked is None:
+        return without, ""
+    return without | {swapped}, f"; a spare does step {asked.step} once in place of {swapped}"
 
 
 def _coalesce_seconds(view: View, generation: GenerationView, found: tuple[Symptom, ...], policy: Policy) -> float:

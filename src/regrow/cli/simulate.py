@@ -86,12 +86,7 @@ def simulate(
     document = answer.compare(request) if compare else answer.answer(request)
     if svg is not None:
         show.svg(document, svg)
-
-    def human() -> None:
-        for line in show.text(document):
-            typer.echo(line)
-
-    emit(document, as_json=json, human=human)
+    emit(document, as_json=json, human=lambda: typer.echo("\n".join(show.text(document))))
 
 
 _MODES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
