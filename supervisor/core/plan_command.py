@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regrow.supervisor.core import actions as a
-from regrow.supervisor.core import plan_form, symptoms
+from regrow.supervisor.core import plan_form, rates, symptoms
 from regrow.supervisor.core.draft import Draft
 from regrow.supervisor.core.policy import Policy
 from regrow.supervisor.core.view import Boundary, GenerationView, JobView, View
@@ -44,12 +44,12 @@ def _save_first(view: View, job: JobView, generation: GenerationView, policy: Po
                 nodes=tuple(generation.members),
                 purpose="pause" if job.command == "pause" else "save-and-stop",
                 stop_after=True,
-                deadline_seconds=policy.save_seconds,
+                deadline_seconds=rates.save_seconds(job, policy),
                 reason=f"{job.command} by an operator",
             ),
             because=f"{job.command}: save at the next step boundary, then stop",
         )
-        draft.look(now + policy.save_seconds)
+        draft.look(now + rates.save_seconds(job, policy))
         return
     if _left_after_save(generation, boundary):
         _finish(view, job, generation, 0.0, f"{job.command}: saved step {boundary.committed_step}", draft)

@@ -130,7 +130,7 @@ def _drain(
         return
     saves = generation.first_step_at is not None and bool(job.spec.checkpoint.path) and symptoms.level(generation) > 0
     limits = [view.nodes[name].leave_by for name in names]
-    seconds = min([policy.save_seconds, *(by - now for by in limits if by is not None)])
+    seconds = min([rates.save_seconds(job, policy), *(by - now for by in limits if by is not None)])
     if saves and boundary is None and seconds > 0:
         draft.act(
             a.AskSave(
@@ -267,12 +267,12 @@ def _grow(view: View, job: JobView, generation: GenerationView, policy: Policy, 
             generation=generation.number,
             nodes=tuple(generation.members),
             purpose="growth",
-            deadline_seconds=policy.save_seconds,
+            deadline_seconds=rates.save_seconds(job, policy),
             reason=f"grow to {choice.workers_used} workers",
         ),
         because=f"grow from {world} to {choice.workers_used} workers at the next checkpoint: {numbers}",
     )
-    draft.look(now + policy.save_seconds)
+    draft.look(now + rates.save_seconds(job, policy))
 
 
 def _tell_rate(job: JobView, generation: GenerationView, now: float, draft: Draft) -> None:

@@ -62,6 +62,16 @@ def median_step(job: JobView) -> float | None:
     return statistics.median(job.step_seconds) if job.step_seconds else job.learned.step_seconds
 
 
+_SAVE_STEPS = 5
+"""Within so many steps ranks agree on a save, take it, and have it written."""
+
+
+def save_seconds(job: JobView, policy: Policy) -> float:
+    """How long a save that an order waits for may take: the policy's time, longer where steps are long. A job whose steps last as long as the
+    deadline would never be able to grow again."""
+    return max(policy.save_seconds, _SAVE_STEPS * (median_step(job) or 0.0))
+
+
 def horizon_seconds(job: JobView, policy: Policy, now: float) -> float:
     """Over how long a change pays that the next failure undoes: the expected time to it, within the policy's bounds."""
     return min(policy.growth_horizon_seconds, max(policy.growth_horizon_least_seconds, 1.0 / failure_rate(job, now)))
