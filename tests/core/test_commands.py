@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from world import POLICY, running
 
 from regrow.supervisor.core import actions as a
 from regrow.supervisor.core import events as e
+from regrow.supervisor.core import rates
 from regrow.supervisor.core.policy import Policy
 
 
@@ -60,6 +62,21 @@ def test_pause_holds_and_resume_goes_on_from_the_checkpoint() -> None:
     assert world.generation.spec.restore is not None
     assert world.generation.spec.restore.step == 4
     assert not world.job.ledger.charges
+
+
+@pytest.mark.parametrize(("step_seconds", "deadline_seconds"), [(1.0, POLICY.save_seconds), (40.0, 200.0)])
+def test_a_save_that_growth_waits_for_has_time_for_some_steps(step_seconds: float, deadline_seconds: float) -> None:
+    """A job shrunk to a fifth with steps of 40 s: the ranks agree on a save at one step, and take it at a later one."""
+    world = running("a", "b", max_nodes=3, steps=3)
+    learned = msgspec.structs.replace(world.job.learned, step_seconds=step_seconds)
+    world.view = msgspec.structs.replace(
+        world.view, jobs={"j": msgspec.structs.replace(world.job, learned=learned, step_seconds=(step_seconds,) * 3)}
+    )
+    assert rates.save_seconds(world.job, POLICY) == deadline_seconds
+    world.join("c")
+    world.wait(POLICY.growth_cooldown_seconds + 1)
+    (save,) = world.take(a.AskSave)
+    assert (save.purpose, save.deadline_seconds) == ("growth", deadline_seconds)
 
 
 def test_growth_only_at_a_commit_after_the_cooldown() -> None:
