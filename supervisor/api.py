@@ -243,13 +243,12 @@ class Routes:
             return _json({"job": job.spec.job, "state": job.outcome.state, "changed": False})
         command = JOB_COMMANDS[asked]
         unchanged = job.command == command == "run" or (command == "pause" and job.paused)
-        state = documents.job_line(job, self._supervisor.now())["state"]
         record = wire.CommandRecord(command=command, by=_who(request))  # type: ignore[arg-type]
         put = Put(self._supervisor.keys.job(job.spec.job, "command"), msgspec.json.encode(record))
         event = e.CommandGiven(at=self._supervisor.now(), job=job.spec.job, command=command, by=record.by)  # type: ignore[arg-type]
         await self._supervisor.give([put], event)  # also where nothing changes: the store may hold an order whose answer was lost
         if unchanged:
-            return _json({"job": job.spec.job, "state": state, "changed": False})
+            return _json({"job": job.spec.job, "state": documents.job_line(job, self._supervisor.now())["state"], "changed": False})
         return _json({"job": job.spec.job, "command": command, "changed": True})
 
     async def command_node(self, request: Request) -> Response:
