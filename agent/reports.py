@@ -17,7 +17,7 @@ PHASE_NAMES = {
     "model": "model",
     "restored": "restored",
     "first_step": "first_step",
-    "replicas": "replicas",
+    wire.REPLICAS_PHASE: wire.REPLICAS_PHASE,
     "finished": "finished",
 }
 """Phases that the leader is told when all ranks of a node passed them."""

@@ -21,7 +21,7 @@ from regrow.agent.worker.failure import EXIT_RESTORE_FAILED
 from regrow.agent.worker.link import AgentLink
 from regrow.agent.worker.live import LiveState
 from regrow.agent.worker.replay import Replay
-from regrow.agent.worker.replicas import PHASE, Replicas
+from regrow.agent.worker.replicas import Replicas
 from regrow.agent.worker.steps import StepLoop
 from regrow.agent.worker.streams import StreamFile
 from regrow.agent.worker.watch import StateWatch, digest_key, named_optimizer_state, named_parameters
@@ -264,7 +264,7 @@ def _live_state(environment: WorkerEnvironment, loop: StepLoop, exchange: Exchan
         folder = Path(parse_location(environment.progress)[0]).parent.parent  # of the job on this node: all its generations have it
         mesh = f"{environment.spec.mesh} of {environment.world_size}"
         kept = StreamFile(folder / f"streams-{environment.local_rank}", rank=environment.rank, mesh=mesh)
-    told = Replicas(environment, exchange, lambda found: loop.passed(PHASE, **msgspec.structs.asdict(found)))
+    told = Replicas(environment, exchange, lambda found: loop.passed(wire.REPLICAS_PHASE, **msgspec.structs.asdict(found)))
     wrapped = (objects["model"], objects.get("optimizer"), objects.get("scheduler"), objects.get("aliases"))
     live = LiveState(*wrapped, able=able, kept=kept, replicas=told if environment.supervised else None)
     loop.live = live

@@ -20,7 +20,6 @@ from regrow.errors import RegrowError
 
 _log = logging.getLogger("regrow.worker")
 
-PHASE = "replicas"
 BOUNDARY = 3
 """After so many steps of a generation: no recovery waits for it."""
 

@@ -547,6 +547,8 @@ GASPED_PHASE = "gasped"
 """The phase that says that it has done so (its step), or has nothing to leave (-1)."""
 LOST_PEER_PHASE = "lost_peer"
 """The phase that says that a worker which goes on in place has lost a peer and waits for the order: nobody's end tells of it."""
+REPLICAS_PHASE = "replicas"
+"""The phase that says which parts of the state nobody else has: what the loss of a rank would cost."""
 
 
 class GenerationPhase(_Message, frozen=True, kw_only=True, tag="generation_phase"):

@@ -42,7 +42,7 @@ def member_phase(job: JobView, current: GenerationView, event: e.MemberPhase) ->
         return job
     if event.phase == wire.LOST_PEER_PHASE:
         return _change(job, generation=_change(current, lost_peer_at=event.at))
-    if event.phase == "replicas":
+    if event.phase == wire.REPLICAS_PHASE:
         ranks, nodes = event.detail.get("ranks"), event.detail.get("nodes")
         if not isinstance(ranks, int) or not isinstance(nodes, int):
             return job
